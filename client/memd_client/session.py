@@ -86,7 +86,8 @@ class Session:
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Stores a copy of `tensor` under `name`: any shape, fp16 to fp64, bf16, int8 to int64,
         uint8 or bool. A name keeps its shape and dtype until it is deleted. Durable with the next
-        step, or when the session is closed.
+        step, or when the session is closed. The old bytes of a name stay on disk until then: if the
+        disk quota does not hold both, that commit fails; `delete` it and commit before it is put.
 
         Raises:
             InvalidArgument: a tensor of another shape or dtype, or a parameter, has this name.

@@ -2,6 +2,7 @@
 // pins.
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -333,6 +334,59 @@ TEST_F(JobLimits, blobs_written_again_need_room_for_two_copies_and_one_tile) {
     EXPECT_EQ(heart.read<uint8_t>(session, ids[i]),
               pattern(kBytes, static_cast<uint8_t>(seed - kCount + 1 + i)));
   }
+}
+
+TEST_F(JobLimits, a_blob_written_again_at_exactly_the_quota_is_refused_with_every_term) {
+  constexpr uint64_t kBytes = 3_MiB;
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job"));
+  auto ids = heart.declare(session, {bytes_shard("blob", kBytes)});
+  Job& job = heart.job(session);
+  const uint64_t quota_bytes = job.admission().space_needed().total();
+  job.space().set_quota_bytes(quota_bytes);
+  heart.write(session, ids[0], pattern(kBytes, 1));
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  heart.write(session, ids[0], pattern(kBytes, 2));
+  const Status refused = heart.sync(session);
+  EXPECT_EQ(refused.code(), StatusCode::capacity);
+  EXPECT_TRUE(says(refused, "delete it and commit before it is put again")) << refused.message();
+  EXPECT_TRUE(says(refused, "1048576 bytes more are wanted than 3145728 (in use) + "))
+      << refused.message();
+  EXPECT_TRUE(says(refused, " (the catalogue, old and new); nvme_bytes ")) << refused.message();
+  EXPECT_TRUE(says(refused, concat("nvme_bytes ", quota_bytes))) << refused.message();
+  EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(kBytes, 2)) << "nothing is lost";
+  // The way that the error names.
+  std::optional<Result<bool>> deleted;
+  heart.store().delete_shard(
+      session, "blob", [&](const Result<bool>& result) { deleted = result; });
+  ASSERT_TRUE(heart.until([&] { return deleted.has_value(); }));
+  ASSERT_TRUE(deleted->is_ok()) << deleted->status().message();
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  ids = heart.declare(session, {bytes_shard("blob", kBytes)});
+  heart.write(session, ids[0], pattern(kBytes, 2));
+  const Status synced = heart.sync(session);
+  ASSERT_TRUE(synced.is_ok()) << synced.message();
+  EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(kBytes, 2));
+}
+
+TEST_F(JobLimits, blobs_that_are_written_again_one_a_commit_need_room_for_one_more) {
+  constexpr uint64_t kBytes = 3_MiB;
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job"));
+  const auto ids = heart.declare(session, {bytes_shard("a", kBytes), bytes_shard("b", kBytes)});
+  Job& job = heart.job(session);
+  job.space().set_quota_bytes(job.admission().space_needed().total() + kBytes);
+  for (uint8_t seed = 1; seed < 4; ++seed) {
+    for (const uint32_t id : ids) {
+      heart.write(session, id, pattern(kBytes, seed));
+      const Status synced = heart.sync(session);
+      ASSERT_TRUE(synced.is_ok()) << synced.message();
+    }
+  }
+  for (const uint32_t id : ids) heart.write(session, id, pattern(kBytes, 9));
+  const Status refused = heart.sync(session);
+  EXPECT_EQ(refused.code(), StatusCode::capacity);
+  EXPECT_TRUE(says(refused, "3145728 (old ones, until the next commit)")) << refused.message();
 }
 
 TEST_F(JobLimits, a_catalogue_on_disk_counts_until_the_next_one_is) {

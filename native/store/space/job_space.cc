@@ -1,6 +1,7 @@
 #include "store/space/job_space.h"
 
 #include "base/failpoint.h"
+#include "base/status.h"
 
 namespace memd {
 
@@ -12,6 +13,19 @@ void JobSpace::take(SpaceUse use, uint64_t bytes) {
 void JobSpace::give_back(SpaceUse use, uint64_t bytes) {
   used_bytes_ -= bytes;
   if (use == SpaceUse::gradient && promised_bytes_ != 0) promised_bytes_ -= bytes;
+}
+
+std::string JobSpace::taken_text(SpaceUse use) const {
+  uint64_t superseded_bytes = 0;
+  for (const Superseded& old : superseded_) superseded_bytes += old.extent.length_bytes;
+  std::string text = concat(taken_bytes(use) - superseded_bytes, " (in use)");
+  const auto add = [&text](uint64_t bytes, const char* what) {
+    if (bytes != 0) text += concat(" + ", bytes, " (", what, ")");
+  };
+  add(superseded_bytes, "old ones, until the next commit");
+  add(metadata_bytes_, "the catalogue, old and new");
+  add(snapshots_.bytes, "snapshots");
+  return text;
 }
 
 void JobSpace::replace(Replica& place, const ExtentRecord& extent, ExtentStore& extents) {

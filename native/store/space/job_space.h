@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -72,6 +73,8 @@ class JobSpace {
   bool has_room(SpaceUse use, uint64_t bytes) const {
     return taken_bytes(use) + bytes + set_aside_bytes() <= quota_bytes_;
   }
+  /// Each term of what has_room() adds up, for an error.
+  std::string taken_text(SpaceUse use) const;
   /// Whether `bytes` more of gradients leave a running step what was promised to it.
   bool keeps_promise(uint64_t bytes) const {
     return promised_bytes_ == 0 || promised_bytes_ + bytes + set_aside_bytes() <= quota_bytes_;

@@ -352,16 +352,17 @@ Status TileTasks::reserve(const TileTask& task, uint64_t length_bytes, ExtentRec
   const auto find_more = [&] { return task.keep == nullptr && reclaim_.extents(); };
   while (!space.has_room(use, length_bytes)) {
     if (find_more()) continue;
-    return error(
-        StatusCode::capacity,
-        "job ",
-        parts_.job_name,
-        " has used up its disk quota; delete blobs, or start it anew with a larger nvme_bytes: ",
-        space.taken_bytes(use),
-        " bytes, and ",
-        space.metadata_bytes(),
-        " for its catalogue, of ",
-        space.quota_bytes());
+    return error(StatusCode::capacity,
+                 "job ",
+                 parts_.job_name,
+                 " has used up its disk quota: a blob that is written again needs room beside its "
+                 "old bytes until the next commit; delete it and commit before it is put again, "
+                 "drop snapshots (memd snapshot list), or start it anew with a larger nvme_bytes: ",
+                 length_bytes,
+                 " bytes more are wanted than ",
+                 space.taken_text(use),
+                 "; nvme_bytes ",
+                 space.quota_bytes());
   }
   auto allocated = parts_.extents.allocate(static_cast<uint32_t>(length_bytes));
   while (allocated.status().code() == StatusCode::capacity && find_more())
