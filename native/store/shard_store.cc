@@ -340,7 +340,7 @@ void ShardStore::delete_shard(uint64_t session_id,
                       job.name(),
                       "/",
                       name,
-                      " is still being written; let go of the tensor first"));
+                      " is still being written; release the tensor first"));
   }
   const auto still = [&job, entry, shard_id] {
     // A blob that a closed step names stays until that is made, which must find it.
