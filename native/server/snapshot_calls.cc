@@ -36,7 +36,7 @@ Result<std::vector<SnapshotInfo>> SnapshotCalls::list(uint64_t job_id) const {
 }
 
 Result<SnapshotReading> SnapshotCalls::begin_reading(const SnapshotReadingRequest& request) const {
-  return thread_.ask<SnapshotReading>(
+  return thread_.ask_for_more<SnapshotReading>(
       kAnswerS, "beginning an export", [thread = &thread_, request](const auto& reply) {
         reply(thread->store().snapshot_readings().begin(request));
       });
@@ -45,7 +45,7 @@ Result<SnapshotReading> SnapshotCalls::begin_reading(const SnapshotReadingReques
 Result<SnapshotReadings::Piece> SnapshotCalls::read(uint64_t reading_id,
                                                     const SnapshotPlace& place,
                                                     double timeout_s) const {
-  return thread_.ask<SnapshotReadings::Piece>(
+  return thread_.ask_for_more<SnapshotReadings::Piece>(
       timeout_s, "reading a snapshot", [thread = &thread_, reading_id, place](const auto& reply) {
         thread->store().snapshot_readings().read(reading_id, place, reply);
       });

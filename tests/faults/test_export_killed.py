@@ -111,8 +111,9 @@ def test_a_command_waits_for_the_next_daemon_and_goes_on(
     assert seen["waited"] > 0
 
 
-def test_a_daemon_that_was_killed_in_the_middle_is_waited_for(
-    restarts: Restarts, tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_daemon_that_ends_in_the_middle_is_waited_for(
+    restarts: Restarts, tmp_path: Path, number: signal.Signals
 ) -> None:
     make_job(restarts.daemon, blobs=40)
     export(restarts.daemon, tmp_path / "whole")
@@ -121,7 +122,7 @@ def test_a_daemon_that_was_killed_in_the_middle_is_waited_for(
         wait_for(partial_of(path) / "files" / "blobs.safetensors")
         # It stands still while the daemon dies, wherever it is.
         process.send_signal(signal.SIGSTOP)
-        restarts.kill()
+        restarts.daemon.stop(number)
         process.send_signal(signal.SIGCONT)
         restarts.begin_start()
         _, text = process.communicate(timeout=120)

@@ -307,10 +307,12 @@ def test_dropping_the_job_with_force_ends_the_export(daemon: Daemon, tmp_path: P
     assert caught.value.code is StatusCode.FENCED
 
 
+@pytest.mark.parametrize("is_detached", [False, True])
 def test_damage_on_disk_ends_the_export_with_the_shards_name(
-    daemons: Daemons, tmp_path: Path
+    daemons: Daemons, tmp_path: Path, is_detached: bool
 ) -> None:
-    daemon = daemons.start(name="damaged", nvme="192MiB", environ={"MEMD_SCRUB": "0"})
+    name = f"damaged{is_detached}"
+    daemon = daemons.start(name=name, nvme="192MiB", environ={"MEMD_SCRUB": "0"})
     make_job(daemon, blobs=4)
     with fresh_values(daemon) as values:
         needle = values["blob2"].numpy().tobytes()[:4096]
@@ -322,15 +324,28 @@ def test_damage_on_disk_ends_the_export_with_the_shards_name(
         file.write(bytes([data[at + 5] ^ 1]))
         os.fsync(file.fileno())
     path = tmp_path / "out"
-    text = memd(daemon, "snapshot", "export", JOB, "first", str(path), status=1).stderr
+    given = ("snapshot", "export", JOB, "first", str(path))
+    if is_detached:
+        memd(daemon, *given, "--detach")
+        text = said_in(partial_of(path) / "messages", "Error: ")
+    else:
+        text = memd(daemon, *given, status=1).stderr
     assert "the export stops at shard blob2: " in text
     assert f"{volume} at {at}" in text
     assert not path.exists()
     assert "1 shards lost" in memd(daemon, "snapshot", "list", JOB).stdout
-    text = memd(daemon, "snapshot", "export", JOB, "first", str(path), status=1).stderr
-    assert "is not whole any more" in text
+    assert "is not whole any more" in memd(daemon, *given, status=1).stderr
     assert "memd_snapshot_export_errors_total 1.0" in daemon.get("/metrics")
     daemon.stop()
+
+
+def said_in(path: Path, wanted: str) -> str:
+    """The text of a file once that is in it."""
+    end = time.monotonic() + TIMEOUT_S
+    while wanted not in (text := path.read_text()):
+        assert time.monotonic() < end, text
+        time.sleep(0.02)
+    return text
 
 
 @contextmanager
