@@ -45,7 +45,8 @@ Step::Step(const StepParts& parts, Steps& owner, StepDone done)
       is_redo_(false),
       shards_(parts, request_, false),
       space_(parts, shards_),
-      staged_(parts, {}) {}
+      staged_(parts, {}),
+      commit_(parts, request_, shards_, staged_, false) {}
 
 Step::Step(const StepParts& parts, Steps& owner, StepRequest request, Origin origin, StepDone done)
     : parts_(parts),
@@ -58,7 +59,8 @@ Step::Step(const StepParts& parts, Steps& owner, StepRequest request, Origin ori
       is_redo_(origin.is_redo),
       shards_(parts, request_, is_redo_),
       space_(parts, shards_),
-      staged_(parts, request_.staged_buffers) {
+      staged_(parts, request_.staged_buffers),
+      commit_(parts, request_, shards_, staged_, true) {
   shards_.seal();
 }
 
@@ -102,9 +104,7 @@ void Step::advance(const Status& status) {
   if (state_ == StepState::updating) {
     MEMD_FAILPOINT("update.finished");
   }
-  if (!status.is_ok() && state_ != StepState::publishing && state_ != StepState::undoing) {
-    return fail(status);
-  }
+  if (!status.is_ok() && state_ != StepState::undoing) return fail(status);
   switch (state_) {
     case StepState::queued:
       return settle();
@@ -120,9 +120,7 @@ void Step::advance(const Status& status) {
       return commit();
     case StepState::committing:
       return publish();
-    // The step is made, whatever becomes of the disk.
     case StepState::publishing:
-      return end_mirror(status);
     case StepState::undoing:
       return finish(status);
     case StepState::over:
@@ -134,7 +132,8 @@ void Step::advance(const Status& status) {
 void Step::fail(const Status& status) {
   // The commit's failure leaves N on disk, and all that was updated can be undone.
   if (state_ == StepState::committing) return undo(status);
-  const bool is_half_updated = (in_memory_ && has_updated_) || parts_.job.tiles.has_made();
+  const bool is_half_updated =
+      (commit_.is_in_memory() && has_updated_) || parts_.job.tiles.has_made();
   if (!is_half_updated) return undo(status);
   stop_job(status);
   undo(parts_.job.progress.stopped());
@@ -161,11 +160,7 @@ void Step::prepare() {
   if (status.is_ok() && !is_begun_) status = check_writers(parts_);
   if (status.is_ok()) status = check_staged(job.shards, job.job_name, request_);
   if (!status.is_ok()) return advance(status);
-  in_memory_ = is_step_ && job.admission.durability().is_in_memory();
-  to_disk_ = !is_step_ ||
-             job.admission.durability().is_due(job.progress.committed_step() + 1 -
-                                               job.progress.durable_step()) ||
-             parts_.commits.catalogue_tag(job.job_id) == 0;
+  commit_.begin();
   shards_.hold(staged_);
   if (is_step_) parts_.group.begin_step(request_.session_id);
   MEMD_FAILPOINT("step.entries_held");
@@ -183,33 +178,20 @@ void Step::prepare_disk() {
   };
   Writeback& writeback = parts_.state.writeback();
   // A step that can be undone returns to what is on disk.
-  if (!in_memory_) return writeback.flush_tiles(std::nullopt, report_, prepared);
+  if (!commit_.is_in_memory()) return writeback.flush_tiles(std::nullopt, report_, prepared);
   if (!parts_.job.admission.durability().is_none() || parts_.job.progress.undurable_since() != 0) {
     return prepared(Status::ok());
   }
   // Memory builds on what the disk has: dirty tiles of an earlier durability are written first.
   writeback.flush_tiles(
       std::nullopt, report_, [self = shared_from_this(), prepared](const Status& flushed) {
-        flushed.is_ok() ? self->declare_undurable(prepared) : prepared(flushed);
+        flushed.is_ok() ? self->commit_.declare_undurable(prepared) : prepared(flushed);
       });
-}
-
-// From here on extents of the last commit are overwritten, and the disk says so before.
-void Step::declare_undurable(const Done& done) {
-  JobProgress& progress = parts_.progress;
-  progress.set_undurable_since(progress.committed_step() + 1);
-  parts_.commits.commit(parts_.job.job_id,
-                        parts_.durable,
-                        [self = shared_from_this(), done](const Status& status, double) {
-                          if (!status.is_ok()) self->parts_.progress.set_undurable_since(0);
-                          self->parts_.durable.note_change();
-                          done(status);
-                        });
 }
 
 void Step::write_back() {
   enter(StepState::writing_back);
-  parts_.state.writeback().write_back_all(to_disk_, report_, advances());
+  parts_.state.writeback().write_back_all(commit_.is_on_disk(), report_, advances());
 }
 
 // ---- Updating -----------------------------------------------------------------------------------
@@ -229,7 +211,7 @@ void Step::update() {
 
 void Step::begin_update() {
   if (is_step_) space_.take_speculative(request_.session_id);
-  if (!in_memory_) return update_buckets();
+  if (!commit_.is_in_memory()) return update_buckets();
   space_.promise([self = shared_from_this()](const Status& room) {
     room.is_ok() ? self->update_buckets() : self->fail(room);
   });
@@ -238,7 +220,7 @@ void Step::begin_update() {
 void Step::update_buckets() {
   enter(StepState::updating);
   if (is_step_) {
-    if (!in_memory_) space_.begin_update();
+    if (!commit_.is_in_memory()) space_.begin_update();
     has_updated_ = true;
   }
   update_bucket(0, Join::start(advances()));
@@ -259,7 +241,7 @@ void Step::update_bucket(size_t at, const std::shared_ptr<Join>& all) {
         .settings_of = [this](uint32_t shard_id) { return shards_.settings_of(shard_id); },
         .make_slot = [self = shared_from_this()](Entry& value) { self->shards_.make_slot(value); },
         .report = report_,
-        .may_stay = in_memory_};
+        .may_stay = commit_.is_in_memory()};
     BucketUpdate(parts_, update, bucket, space_.take(index)).submit(*updated);
   }
   updated->finish(Status::ok());
@@ -267,93 +249,14 @@ void Step::update_bucket(size_t at, const std::shared_ptr<Join>& all) {
       [self = shared_from_this(), at, all] { self->update_bucket(at + 1, all); });
 }
 
-// ---- Committing ---------------------------------------------------------------------------------
+// ---- Committing and publishing ------------------------------------------------------------------
 
 void Step::commit() {
   enter(StepState::committing);
-  if (in_memory_) return commit_in_memory();
-  const StateParts& job = parts_.job;
-  if (!is_step_ && !parts_.durable.is_changed() && !job.tiles.has_dirty() &&
-      report_->written_bytes == 0) {
-    shards_.release();
-    return finish(Status::ok());
-  }
-  shards_.count_generations();
-  shards_.end_ahead();
-  if (is_step_) count();
-  MEMD_FAILPOINT("step.before_commit");
-  if (MEMD_PLANTED("step.gradient_released_early")) {
-    parts_.gate.drop_gradients(buckets(),
-                               [](const Shard& shard) { return shard.contributors.is_sealed(); });
-  }
-  const uint64_t failed_count = job.durable.failed_commit_count();
-  commit_to_disk([self = shared_from_this(), failed_count](const Status& status) {
-    if (!status.is_ok()) self->take_back(failed_count);
-    self->advance(status);
-  });
+  if (commit_.is_needed(*report_)) return commit_.make(place_, report_, advances());
+  shards_.release();
+  finish(Status::ok());
 }
-
-void Step::count() {
-  JobProgress& progress = parts_.progress;
-  progress.begin_step();
-  is_counted_ = true;
-  if (place_) parts_.job.ledger->note_committing(*place_, progress.committed_step());
-}
-
-void Step::take_back(uint64_t failed_count) {
-  const StateParts& job = parts_.job;
-  shards_.take_back_generations();
-  if (is_step_) {
-    parts_.progress.undo_step();
-    is_counted_ = false;
-  }
-  // After a failed write nobody knows whether N or N + 1 is on disk: every further commit is
-  // refused, and a restart finds out.
-  job.durable.note_change();
-  // Memory would say N, and the disk maybe N + 1: the next daemon starts the job from disk. A sync
-  // leaves both at N, and the catalogue's tag says which of them the ledger builds on.
-  const bool is_outcome_unknown = is_step_ && job.durable.failed_commit_count() != failed_count;
-  if (is_outcome_unknown && job.ledger != nullptr) job.ledger->give_up();
-}
-
-void Step::commit_in_memory() {
-  const StateParts& job = parts_.job;
-  shards_.count_generations();
-  shards_.end_ahead();
-  count();
-  job.durable.note_change();
-  staged_.forget_old_extents();
-  MEMD_FAILPOINT("ledger.before_memory_commit");
-  parts_.memory_commits.commit(parts_.commits.catalogue_tag(job.job_id),
-                               [self = shared_from_this()] {
-                                 MEMD_FAILPOINT("ledger.memory_commit_recorded");
-                                 self->parts_.job.tiles.clear_made();
-                                 self->advance(Status::ok());
-                               });
-}
-
-void Step::commit_to_disk(Done done) {
-  parts_.state.writeback().flush_tiles(
-      std::nullopt,
-      report_,
-      [self = shared_from_this(), done = std::move(done)](const Status& flushed) {
-        if (!flushed.is_ok()) return done(flushed);
-        const StepParts& parts = self->parts_;
-        const uint64_t undurable_since = parts.progress.set_undurable_since(0);
-        parts.commits.commit(parts.job.job_id,
-                             parts.durable,
-                             [self, undurable_since, done](const Status& status, double seconds) {
-                               self->report_->commit_seconds = seconds;
-                               if (!status.is_ok()) {
-                                 self->parts_.progress.set_undurable_since(undurable_since);
-                                 self->parts_.durable.note_change();
-                               }
-                               done(status);
-                             });
-      });
-}
-
-// ---- Publishing ---------------------------------------------------------------------------------
 
 /// After the commit: its parameters can be read, and its gradients go.
 void Step::publish() {
@@ -367,33 +270,12 @@ void Step::publish() {
     return shards_.contains(parts_.job.shards.id_of(shard));
   });
   parts_.plans.end_updates(request_.session_id, request_.step);
-  if (!in_memory_) return finish(Status::ok());
+  if (!commit_.is_in_memory()) return finish(Status::ok());
   Session* const session = parts_.session(request_.session_id);
   if (session != nullptr && request_.step != 0) session->step_committed = request_.step;
   // While the disk is written its buffers may be put again: those bytes are not the step's.
   leave_ledger();
-  to_disk_ ? commit_to_disk(advances()) : finish(Status::ok());
-}
-
-// An error would say that the step was not made. The next one is due on disk as well.
-void Step::end_mirror(const Status& status) {
-  if (!status.is_ok()) {
-    JobProgress& progress = parts_.progress;
-    const uint64_t since = parts_.durable.catalogue().undurable_since();
-    const std::string on_disk = since == 0
-                                    ? concat("; there it stays at step ", progress.durable_step())
-                                    : concat("; what is there is no step since step ", since);
-    progress.fail_on_disk(error(status.code(),
-                                "job ",
-                                parts_.job.job_name,
-                                " is at step ",
-                                progress.committed_step(),
-                                " in memory, but its commit to the disk failed",
-                                on_disk,
-                                "; the next step or sync tries again: ",
-                                status.message()));
-  }
-  finish(Status::ok());
+  commit_.is_on_disk() ? commit_.mirror(report_, advances()) : finish(Status::ok());
 }
 
 // ---- Undoing ------------------------------------------------------------------------------------
@@ -464,9 +346,9 @@ void Step::restore() {
 
 void Step::drop_new_values() {
   // In memory there is nothing to go back to: the job is stopped.
-  if (!in_memory_) parts_.state.drop_clean_tiles();
+  if (!commit_.is_in_memory()) parts_.state.drop_clean_tiles();
   shards_.drop_new_values();
-  if (!in_memory_) space_.roll_back();
+  if (!commit_.is_in_memory()) space_.roll_back();
 }
 
 void Step::finish(const Status& status) {

@@ -16,6 +16,7 @@
 #include "store/journal/step_request.h"
 #include "store/state/step_report.h"
 #include "store/step/staged_buffers.h"
+#include "store/step/step_commit.h"
 #include "store/step/step_parts.h"
 #include "store/step/step_shards.h"
 #include "store/step/step_space.h"
@@ -77,7 +78,7 @@ class Step : public std::enable_shared_from_this<Step> {
   void join(uint64_t call, StepDone done);
   bool is_undoing() const { return state_ == StepState::undoing; }
   /// In the job's committed step, while the commit is under way.
-  bool is_counted() const { return is_counted_; }
+  bool is_counted() const { return commit_.is_counted(); }
   StagedBuffers& staged() { return staged_; }
   const StagedBuffers& staged() const { return staged_; }
   /// The reason for a lease of a parameter's value to wait: its update, or the commit of it.
@@ -97,7 +98,6 @@ class Step : public std::enable_shared_from_this<Step> {
   void settle();
   void prepare();
   void prepare_disk();
-  void declare_undurable(const Done& done);
   void write_back();
   void update();
   void begin_update();
@@ -106,13 +106,7 @@ class Step : public std::enable_shared_from_this<Step> {
   void update_bucket(size_t at, const std::shared_ptr<Join>& all);
 
   void commit();
-  void commit_in_memory();
-  void count();
-  void commit_to_disk(Done done);
-  /// `failed_count`: failed_commit_count() before the commit.
-  void take_back(uint64_t failed_count);
   void publish();
-  void end_mirror(const Status& status);
   void undo(const Status& why);
   void restore();
   void drop_new_values();
@@ -133,11 +127,9 @@ class Step : public std::enable_shared_from_this<Step> {
   StepShards shards_;
   StepSpace space_;
   StagedBuffers staged_;
-  bool is_begun_ = false;   // an earlier daemon has updated tiles to it
-  bool in_memory_ = false;  // it is committed in memory, and on disk as well where to_disk_
-  bool to_disk_ = true;
+  StepCommit commit_;
+  bool is_begun_ = false;     // an earlier daemon has updated tiles to it
   bool has_updated_ = false;  // some tile may have been
-  bool is_counted_ = false;
 };
 
 }  // namespace memd

@@ -171,14 +171,6 @@ void StepShards::publish_bucket(const Bucket& bucket) const {
 
 // ---- The commit ---------------------------------------------------------------------------------
 
-void StepShards::count_generations() const {
-  for (const auto& [shard_id, group] : group_of_) ++parts_.job.shards[shard_id].generation;
-}
-
-void StepShards::take_back_generations() const {
-  for (const auto& [shard_id, group] : group_of_) --parts_.job.shards[shard_id].generation;
-}
-
 void StepShards::end_ahead() const {
   for (const auto& [shard_id, group] : group_of_)
     parts_.job.shards[shard_id].is_uncommitted = false;

@@ -57,8 +57,6 @@ class StepShards {
   void publish_bucket(const Bucket& bucket) const;
 
   // The commit.
-  void count_generations() const;
-  void take_back_generations() const;
   /// No shard has a value that is not committed.
   void end_ahead() const;
   /// The next daemon finds the new values in their slots.
