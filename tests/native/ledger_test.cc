@@ -395,6 +395,31 @@ TEST(LedgerTest, an_extent_counts_on_the_catalogue_that_it_builds_on_and_a_gradi
   EXPECT_TRUE(loose.contains(gradient));
 }
 
+TEST(LedgerTest, what_a_commit_made_old_does_not_come_back_with_an_earlier_catalogues_tag) {
+  auto ledger = Ledger::create(7, 2_MiB).value();
+  ASSERT_TRUE(ledger->write_layout({.job_id = 7, .name = "job"}, {}).is_ok());
+  ledger->rebase(1);
+  for (uint32_t index = 0; index < 10; ++index) {
+    ledger->note_loose({.kind = LooseKey::Kind::value, .index = index},
+                       {.address = {.device = 0, .offset_bytes = 8192}, .length_bytes = 4096});
+  }
+  const auto loose_count_on = [&](uint64_t base) {
+    auto contents = Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(base);
+    EXPECT_TRUE(contents.is_ok()) << contents.status().message();
+    return contents.value().loose.size();
+  };
+  ledger->rebase(2);
+  EXPECT_FALSE(ledger->empty_old_places(9)) << "no more than so many at a time";
+  EXPECT_TRUE(ledger->empty_old_places(1));
+  ledger->rebase(1);
+  EXPECT_EQ(loose_count_on(1), 0U);
+  const LooseKey key{.kind = LooseKey::Kind::value};
+  ledger->note_loose(key, {.address = {.device = 0, .offset_bytes = 8192}, .length_bytes = 4096});
+  ledger->rebase(2);
+  ledger->rebase(1);
+  EXPECT_EQ(loose_count_on(1), 0U) << "the second commit came before the place was emptied";
+}
+
 TEST(LedgerTest, closed_steps_are_read_in_the_order_in_which_they_were_closed) {
   auto ledger = Ledger::create(7, 2_MiB).value();
   ASSERT_TRUE(ledger->write_layout({.job_id = 7, .name = "job"}, {}).is_ok());
@@ -1234,6 +1259,27 @@ TEST_F(AdoptionTest, a_tile_of_moments_and_a_deleted_blob_cost_the_same_in_a_job
   EXPECT_EQ(bytes["moments"], (std::vector<uint64_t>{0, 0})) << "words alone say them";
   EXPECT_EQ(bytes["deletion"][0], bytes["deletion"][1]);
   EXPECT_LT(bytes["deletion"][1], 1_KiB);
+}
+
+TEST_F(AdoptionTest, before_a_catalogue_is_on_disk_no_extent_is_left_that_an_earlier_one_made_old) {
+  begin(DType::float32, 8);
+  std::vector<ShardSpec> specs;
+  for (int i = 0; i < 200; ++i) specs.push_back(bytes_shard(concat("b", i), 10));
+  for (const uint32_t id : heart_->declare(session_, specs))
+    heart_->write(session_, id, pattern(10, 1));
+  ASSERT_TRUE(heart_->sync(session_).is_ok());
+  const auto& ledger = heart_->job(session_).journal().ledger();
+  ASSERT_FALSE(ledger->empty_old_places(0)) << "they are emptied over turns";
+  heart_->write(session_, ids_[2], pattern(kBufferBytes, 2));
+  bool is_any_left = true;
+  heart_->io().before_submit = [&](const DiskQueue::Operation& operation) {
+    if (operation.kind == IoKind::write) is_any_left = !ledger->empty_old_places(0);
+  };
+  ASSERT_TRUE(heart_->sync(session_).is_ok());
+  heart_->io().before_submit = nullptr;
+  EXPECT_FALSE(is_any_left) << "when the superblock was written";
+  restart();
+  EXPECT_EQ(heart_->read<uint8_t>(session_, ids_[2]), pattern(kBufferBytes, 2));
 }
 
 TEST_F(AdoptionTest, a_first_writeback_that_is_half_done_costs_no_memory) {

@@ -33,22 +33,13 @@ uint64_t slot_state(const SlotRecord& slot) {
          uint64_t{slot.has_service_writer ? 1u : 0u} << 32 | slot.owner;
 }
 
-uint64_t loose_checksum(const LooseWords& words) {
-  const uint64_t fields[6] = {words.base,
-                              words.kind_and_index,
-                              words.owner,
-                              words.offset_bytes,
-                              words.extent_checksum,
-                              words.device_and_length};
-  return hash_record(std::as_bytes(std::span(fields)));
-}
-
 }  // namespace
 
 Ledger::Ledger(SharedMemory memory)
     : memory_(std::move(memory)),
       layout_(reinterpret_cast<LedgerLayout*>(memory_.data())),
-      shards_(*layout_) {}
+      shards_(*layout_),
+      loose_(*layout_, sequence_next_) {}
 
 Result<std::unique_ptr<Ledger>> Ledger::create(uint64_t job_id, uint64_t segment_bytes) {
   auto memory = SharedMemory::create("memd-ledger", sizeof(LedgerLayout));
@@ -178,51 +169,13 @@ void Ledger::note_slot(const SlotRecord& slot) {
 // ---- Extents that only memory knows ------------------------------------------------------------
 
 void Ledger::note_loose(const LooseKey& key, const ExtentRecord& extent) {
-  const auto known = loose_place_of_.find(key);
-  std::optional<uint32_t> old;
-  if (known != loose_place_of_.end()) old = known->second;
-  if (extent.exists()) {
-    uint32_t at = 0;
-    if (!free_loose_places_.empty()) {
-      at = free_loose_places_.back();
-      free_loose_places_.pop_back();
-    } else {
-      at = static_cast<uint32_t>(layout_->loose_end.load(std::memory_order_relaxed));
-      // The job would be wrong without it: the next daemon starts it from disk.
-      if (at >= kLooseMax) return give_up();
-      layout_->loose_end.store(at + 1, kRelease);
-    }
-    LooseWords& words = layout_->loose[at];
-    words.base = key.kind == LooseKey::Kind::gradient ? 0 : base();
-    words.kind_and_index = uint64_t{static_cast<uint8_t>(key.kind)} << 32 | key.index;
-    words.owner = key.owner;
-    words.offset_bytes = extent.address.offset_bytes;
-    words.extent_checksum = extent.checksum;
-    words.device_and_length = uint64_t{extent.address.device} << 32 | extent.length_bytes;
-    words.checksum = loose_checksum(words);
-    words.sequence.store(sequence_next_++, kRelease);
-    loose_place_of_[key] = at;
-  } else if (old) {
-    loose_place_of_.erase(key);
-  }
-  if (old) {
-    layout_->loose[*old].sequence.store(0, kRelease);
-    free_loose_places_.push_back(*old);
-  }
+  // The job would be wrong without it: the next daemon starts it from disk.
+  if (!loose_.note(key, extent, base())) give_up();
 }
 
 void Ledger::rebase(uint64_t tag) {
-  const Owed owed(OwedPlace::journal_written);
+  loose_.rebase(base(), tag);
   shards_.end_commit(tag);
-  for (auto it = loose_place_of_.begin(); it != loose_place_of_.end();) {
-    if (it->first.kind == LooseKey::Kind::gradient) {
-      ++it;
-      continue;
-    }
-    layout_->loose[it->second].sequence.store(0, kRelease);
-    free_loose_places_.push_back(it->second);
-    it = loose_place_of_.erase(it);
-  }
 }
 
 // ---- Sessions and their grants -----------------------------------------------------------------
@@ -384,41 +337,6 @@ Status Ledger::read_slots(LedgerContents& contents) const {
   return Status::ok();
 }
 
-Status Ledger::read_loose(LedgerContents& contents) {
-  const uint64_t end = layout_->loose_end.load(kAcquire);
-  if (end > kLooseMax) return damaged("loose extents: ", end);
-  std::map<LooseKey, uint64_t> sequences;
-  for (uint32_t at = 0; at < end; ++at) {
-    LooseWords& words = layout_->loose[at];
-    const uint64_t sequence = words.sequence.load(kAcquire);
-    const LooseKey key{.kind = static_cast<LooseKey::Kind>(words.kind_and_index >> 32),
-                       .owner = static_cast<uint32_t>(words.owner),
-                       .index = static_cast<uint32_t>(words.kind_and_index)};
-    const bool gradient = key.kind == LooseKey::Kind::gradient;
-    if (sequence != 0 && loose_checksum(words) != words.checksum) return damaged("a loose extent");
-    // On an older catalogue: the one on disk names the right place. Older, of the same place:
-    // replaced, and the daemon died before it could note that.
-    if (sequence == 0 || words.base != (gradient ? 0 : base()) || sequence < sequences[key]) {
-      words.sequence.store(0, kRelease);
-      free_loose_places_.push_back(at);
-      continue;
-    }
-    if (const auto older = loose_place_of_.find(key); older != loose_place_of_.end()) {
-      layout_->loose[older->second].sequence.store(0, kRelease);
-      free_loose_places_.push_back(older->second);
-    }
-    loose_place_of_[key] = at;
-    sequences[key] = sequence;
-    sequence_next_ = std::max(sequence_next_, sequence + 1);
-    contents.loose[key] = {
-        .address = {.device = static_cast<uint16_t>(words.device_and_length >> 32),
-                    .offset_bytes = words.offset_bytes},
-        .length_bytes = static_cast<uint32_t>(words.device_and_length),
-        .checksum = words.extent_checksum};
-  }
-  return Status::ok();
-}
-
 Status Ledger::read_steps(LedgerContents& contents) {
   for (size_t at = 0; at < kStepsMax; ++at) {
     const StepPlace& place = layout_->step_places[at];
@@ -479,7 +397,9 @@ Result<LedgerContents> Ledger::read(uint64_t base) {
   }
   if (Status status = read_layout(contents); !status.is_ok()) return status;
   if (Status status = read_slots(contents); !status.is_ok()) return status;
-  if (Status status = read_loose(contents); !status.is_ok()) return status;
+  auto loose = loose_.read(base);
+  if (!loose.is_ok()) return loose.status();
+  contents.loose = std::move(loose).value();
   if (Status status = read_steps(contents); !status.is_ok()) return status;
   for (const SlotRecord& slot : contents.slots)
     sequence_next_ = std::max(sequence_next_, slot.sequence + 1);

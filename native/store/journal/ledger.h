@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -15,6 +14,7 @@
 #include "store/format/catalogue.h"
 #include "store/journal/job_layout.h"
 #include "store/journal/ledger_contents.h"
+#include "store/journal/loose_extents.h"
 #include "store/journal/shard_states.h"
 
 namespace memd {
@@ -75,6 +75,8 @@ class Ledger {
   void begin_commit() { shards_.begin_commit(); }
   /// A commit is durable: the catalogue `tag` names what was loose, gradients excepted.
   void rebase(uint64_t tag);
+  /// See LooseExtents::empty_old().
+  bool empty_old_places(size_t count_max) { return loose_.empty_old(count_max); }
   uint64_t base() const { return shards_.base(); }
 
   Status note_session(const SessionRecord& session);
@@ -112,7 +114,6 @@ class Ledger {
   explicit Ledger(SharedMemory memory);
   Status read_layout(LedgerContents& contents);
   Status read_slots(LedgerContents& contents) const;
-  Status read_loose(LedgerContents& contents);
   Status read_steps(LedgerContents& contents);
 
   SharedMemory memory_;
@@ -121,10 +122,9 @@ class Ledger {
   uint64_t record_bytes_written_ = 0;
   std::optional<size_t> layout_at_;  // the place of the layout that this daemon wrote last
   uint64_t sequence_next_ = 1;       // of slots, loose extents and steps
+  LooseExtents loose_;
   std::unordered_map<uint64_t, uint32_t> claim_of_;
   std::unordered_map<uint64_t, uint32_t> session_place_of_;
-  std::map<LooseKey, uint32_t> loose_place_of_;
-  std::vector<uint32_t> free_loose_places_;
 };
 
 }  // namespace memd

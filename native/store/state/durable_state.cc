@@ -3,6 +3,12 @@
 #include "base/units.h"
 
 namespace memd {
+namespace {
+
+// To forget an extent takes as long as to encode so many bytes.
+constexpr size_t kOldExtentBytes = 128;
+
+}  // namespace
 
 void DurableState::restore(const JobRecord& on_disk) {
   std::vector<uint32_t> ids;
@@ -33,7 +39,8 @@ void DurableState::begin_commit() {
 
 bool DurableState::encode(size_t bytes_max) {
   parts_.snapshot.write(bytes_max);
-  return !parts_.snapshot.is_writing();
+  const bool is_forgotten = parts_.journal.forget_old_extents(bytes_max / kOldExtentBytes);
+  return is_forgotten && !parts_.snapshot.is_writing();
 }
 
 std::vector<std::byte> DurableState::take_encoded() {

@@ -84,6 +84,10 @@ void JobJournal::begin_commit() {
   if (ledger_ != nullptr) ledger_->begin_commit();
 }
 
+bool JobJournal::forget_old_extents(size_t count_max) {
+  return ledger_ == nullptr || ledger_->empty_old_places(count_max);
+}
+
 void JobJournal::committed_on_disk(uint64_t tag) {
   if (ledger_ != nullptr) ledger_->rebase(tag);
 }

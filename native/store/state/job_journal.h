@@ -66,6 +66,9 @@ class JobJournal {
   // Commits.
   /// One, on disk or in memory, describes the job as it is now.
   void begin_commit();
+  /// Forgets extents that the last commit on disk made old, `count_max` at most; true where none is
+  /// left. The next one is on disk only after that.
+  bool forget_old_extents(size_t count_max);
   /// One on disk: the catalogue `tag` names what was told of extents.
   void committed_on_disk(uint64_t tag);
 
