@@ -117,9 +117,10 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
   if (declaration.asks_for_more) {
     if (Status room = admission_.check(declaration.wanted); !room.is_ok()) return room;
   }
+  const size_t bucket_begin = shards_.buckets().size();
   shards_.add(declaration);
-  std::vector<uint32_t> added_ids;  // without parameters
-  for (const ShardSpec* spec : declaration.parameters) begin_shard(*spec);
+  std::vector<uint32_t> added_ids;
+  for (const ShardSpec* spec : declaration.parameters) added_ids.push_back(begin_shard(*spec));
   for (const ShardSpec* spec : declaration.bytes) added_ids.push_back(begin_shard(*spec));
   admission_.reserve_metadata();
   for (const auto& [shard_id, keeps] : declaration.maxima_changed) {
@@ -127,10 +128,10 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
     shards_[shard_id].keeps_maximum = keeps;
     durable_.note_change();
   }
-  if (!declaration.parameters.empty() || !declaration.maxima_changed.empty()) {
+  if (!declaration.maxima_changed.empty()) {
     journal_.note_layout();
   } else if (!added_ids.empty()) {
-    journal_.note_added(added_ids);
+    journal_.note_added(added_ids, bucket_begin);
   }
   kept_.expect_shards();
   std::vector<ShardInfo> infos;

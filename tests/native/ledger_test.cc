@@ -165,6 +165,11 @@ JobRecord one_parameter(const std::string& name) {
           .buckets = {{.dtype = DType::float32, .element_count = 64, .tiles = {{}}}}};
 }
 
+JobRecord in_bucket(JobRecord record, uint32_t bucket) {
+  record.shards[0].bucket = bucket;
+  return record;
+}
+
 JobRecord with_an_extent(ShardRecord shard) {
   shard.extents = {{.address = {.device = 0, .offset_bytes = 8192}, .length_bytes = 1}};
   shard.written = true;
@@ -299,17 +304,34 @@ TEST(LedgerTest, changes_of_shards_that_make_no_sense_are_told_from_those_that_d
            {.removed = {}, .added = {.job_id = 7, .shards = {blob("a")}}, .added_ids = {4}},
            {.removed = {}, .added = {.job_id = 7, .shards = {blob("b")}}, .added_ids = {4, 5}},
            {.removed = {}, .added = {.job_id = 8, .shards = {blob("b")}}, .added_ids = {4}},
-           {.removed = {}, .added = one_parameter("b"), .added_ids = {4}},
+           {.removed = {}, .added = one_parameter("a"), .added_ids = {4}},
+           {.removed = {}, .added = one_parameter("b"), .added_ids = {3}},
+           {.removed = {}, .added = in_bucket(one_parameter("b"), 1), .added_ids = {4}},
            {.removed = {}, .added = with_an_extent(blob("b")), .added_ids = {4}},
        }) {
     EXPECT_EQ(read_after(change).code(), StatusCode::integrity);
   }
 }
 
-TEST(LedgerTest, a_parameter_is_in_no_change) {
+TEST(LedgerTest, parameters_come_in_buckets_behind_those_that_the_job_has_and_never_go) {
   auto ledger = Ledger::create(7, 2_MiB).value();
   ASSERT_TRUE(ledger->write_layout(one_parameter("a"), {3}).is_ok());
-  ASSERT_TRUE(Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(0).is_ok());
+  for (const uint32_t id : {5, 4}) {
+    JobRecord added = one_parameter(concat("p", id));
+    added.shards.push_back(blob_record(concat("b", id), 1));
+    added.buckets[0].element_count = added.shards[0].shape[0] = 64 * id;
+    ASSERT_TRUE(ledger->change_layout({.removed = {}, .added = added, .added_ids = {id, 10 + id}}));
+  }
+  const auto contents = Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(0);
+  ASSERT_TRUE(contents.is_ok()) << contents.status().message();
+  EXPECT_EQ(contents.value().shard_ids, (std::vector<uint32_t>{3, 5, 15, 4, 14}));
+  const JobRecord& layout = contents.value().layout;
+  ASSERT_EQ(layout.buckets.size(), 3U);
+  for (const auto& [shard, bucket] :
+       std::vector<std::pair<size_t, uint32_t>>{{0, 0}, {1, 1}, {3, 2}}) {
+    EXPECT_EQ(layout.shards.at(shard).bucket, bucket);
+    EXPECT_EQ(layout.buckets.at(bucket).element_count, layout.shards.at(shard).shape.at(0));
+  }
   ASSERT_TRUE(ledger->change_layout(
       {.removed = {3}, .added = {.job_id = 7, .shards = {}}, .added_ids = {}}));
   EXPECT_EQ(Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(0).status().code(),
@@ -1259,6 +1281,40 @@ TEST_F(AdoptionTest, a_tile_of_moments_and_a_deleted_blob_cost_the_same_in_a_job
   EXPECT_EQ(bytes["moments"], (std::vector<uint64_t>{0, 0})) << "words alone say them";
   EXPECT_EQ(bytes["deletion"][0], bytes["deletion"][1]);
   EXPECT_LT(bytes["deletion"][1], 1_KiB);
+}
+
+TEST_F(AdoptionTest, parameters_that_were_declared_one_by_one_are_there_with_the_next_daemon) {
+  segment_count_ = kFloorSegments + 16;
+  begin(DType::float32, 16, "every:4");
+  const Ledger& ledger = *heart_->job(session_).journal().ledger();
+  std::vector<uint32_t> ids;
+  std::set<uint64_t> cost_bytes;
+  for (uint32_t i = 0; i < 3; ++i) {
+    const uint64_t before = ledger.record_bytes_written();
+    const auto added = heart_->declare(
+        session_,
+        {with_maximum(parameter(concat("p", i), 3000), i == 2), bytes_shard(concat("b", i), 100)});
+    cost_bytes.insert(ledger.record_bytes_written() - before);
+    heart_->write(session_, added[0], numbers(3000, 50 + i));
+    heart_->write(session_, added[1], pattern(100, static_cast<uint8_t>(i)));
+    ids.insert(ids.end(), added.begin(), added.end());
+  }
+  EXPECT_EQ(cost_bytes.size(), 1U) << "what is declared costs the same, whatever the job has";
+  EXPECT_LT(*cost_bytes.begin(), 1_KiB);
+  remove("b1");
+  write_gradients(8);
+  ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
+  step_twins(8);
+  restart();
+  EXPECT_EQ(notes(), "");
+  expect_twins(8);
+  for (uint32_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(heart_->read<float>(session_, ids[2 * i]), numbers(3000, 50 + i)) << i;
+    EXPECT_EQ(heart_->job(session_).shards()[ids[2 * i]].keeps_maximum, i == 2) << i;
+    if (i == 1) continue;
+    EXPECT_EQ(heart_->read<uint8_t>(session_, ids[2 * i + 1]),
+              pattern(100, static_cast<uint8_t>(i)));
+  }
 }
 
 TEST_F(AdoptionTest, before_a_catalogue_is_on_disk_no_extent_is_left_that_an_earlier_one_made_old) {

@@ -1,6 +1,8 @@
 #include "store/journal/job_layout.h"
 
+#include <algorithm>
 #include <concepts>
+#include <iterator>
 #include <utility>
 
 #include "base/bulk_bytes.h"
@@ -17,7 +19,7 @@ struct ChangeHeader {
   uint64_t checksum;
 };
 
-/// The shards of a layout while its changes are applied to it, in any order.
+/// The shards of a layout, in any order, and its buckets while its changes are applied to it.
 class LayoutShards {
  public:
   Status add(uint32_t shard_id, ShardRecord shard) {
@@ -44,14 +46,27 @@ class LayoutShards {
     shards_.pop_back();
     return Status::ok();
   }
+  /// Takes the record's shards, and its buckets, which follow those of before.
+  Status take(JobRecord& record, const std::vector<uint32_t>& ids) {
+    const auto bucket_begin = static_cast<uint32_t>(buckets_.size());
+    std::move(record.buckets.begin(), record.buckets.end(), std::back_inserter(buckets_));
+    for (size_t i = 0; i < ids.size(); ++i) {
+      ShardRecord& shard = record.shards[i];
+      if (shard.kind == ShardKind::parameter) shard.bucket += bucket_begin;
+      if (Status added = add(ids[i], std::move(shard)); !added.is_ok()) return added;
+    }
+    return Status::ok();
+  }
   void move_into(JobLayout& layout) {
     layout.shard_ids = std::move(ids_);
     layout.record.shards = std::move(shards_);
+    layout.record.buckets = std::move(buckets_);
   }
 
  private:
   std::vector<uint32_t> ids_;
   std::vector<ShardRecord> shards_;
+  std::vector<BucketRecord> buckets_;
   std::vector<uint32_t> place_of_ = std::vector<uint32_t>(kShardsMax);  // from 1
 };
 
@@ -79,14 +94,6 @@ Result<JobRecord> read_shards(FieldReader& reader,
   return record;
 }
 
-Status add_shards(JobRecord& record, const std::vector<uint32_t>& ids, LayoutShards& shards) {
-  for (size_t i = 0; i < ids.size(); ++i) {
-    if (Status added = shards.add(ids[i], std::move(record.shards[i])); !added.is_ok())
-      return added;
-  }
-  return Status::ok();
-}
-
 Status apply_change(std::span<const std::byte> bytes, uint64_t job_id, LayoutShards& shards) {
   FieldReader reader(bytes);
   const auto removed = read_ids<uint32_t>(reader);
@@ -98,9 +105,8 @@ Status apply_change(std::span<const std::byte> bytes, uint64_t job_id, LayoutSha
   if (!added.is_ok()) return added.status();
   auto record = read_shards(reader, added.value(), job_id);
   if (!record.is_ok()) return record.status();
-  // Buckets are those of the layout that is changed, with all that they hold.
-  if (!record.value().buckets.empty()) return damaged("a change with a parameter");
-  return add_shards(record.value(), added.value(), shards);
+  JobRecord taken = std::move(record).value();
+  return shards.take(taken, added.value());
 }
 
 /// All of `changes`, one after the other.
@@ -164,11 +170,11 @@ Result<JobLayout> decode_layout(std::span<const std::byte> bytes,
   if (!ids.is_ok()) return ids.status();
   auto record = read_shards(reader, ids.value(), job_id);
   if (!record.is_ok()) return record.status();
-  if (Status added = add_shards(record.value(), ids.value(), shards); !added.is_ok()) return added;
+  JobLayout layout{.record = std::move(record).value(), .shard_ids = {}};
+  if (Status taken = shards.take(layout.record, ids.value()); !taken.is_ok()) return taken;
   const FieldReader changes(bytes.subspan(record_bytes));
   if (Status applied = apply_changes(changes, sequence, job_id, shards); !applied.is_ok())
     return applied;
-  JobLayout layout{.record = std::move(record).value(), .shard_ids = {}};
   shards.move_into(layout);
   if (Status status = check_shards_together(layout.record); !status.is_ok()) return status;
   return layout;

@@ -18,10 +18,13 @@ struct JobLayout {
   std::vector<uint32_t> shard_ids;  // of record.shards
 };
 
-/// Shards of a job that came or went, none of them a parameter. An id can be in both.
+/// Shards of a job that came or went; parameters come in new buckets, and never go. An id can be in
+/// both. Daemons of before the first parameter in a change refuse it as damaged.
 struct LayoutChange {
   std::vector<uint32_t> removed;
-  JobRecord added;  // of them only, without any extent, generation or "written"
+  /// The job with them only, without any extent, generation or "written". Its buckets follow those
+  /// that the job has, and its shards count them from 0.
+  JobRecord added;
   std::vector<uint32_t> added_ids;
 };
 

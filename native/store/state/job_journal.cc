@@ -48,13 +48,25 @@ void JobJournal::note_layout() {
 void JobJournal::change_layout(LayoutChange change) {
   change.added.job_id = parts_.job_id;
   change.added.name = parts_.job_name;
-  for (const uint32_t id : change.added_ids)
-    change.added.shards.push_back(parts_.shards[id].label_record());
   if (!ledger_->change_layout(change)) note_layout();
 }
 
-void JobJournal::note_added(const std::vector<uint32_t>& shard_ids) {
-  if (ledger_ != nullptr) change_layout({.removed = {}, .added = {}, .added_ids = shard_ids});
+void JobJournal::note_added(const std::vector<uint32_t>& shard_ids, size_t bucket_begin) {
+  if (ledger_ == nullptr) return;
+  LayoutChange change{.removed = {}, .added = {}, .added_ids = shard_ids};
+  const Shards& shards = parts_.shards;
+  for (const uint32_t id : shard_ids) {
+    ShardRecord label = shards[id].label_record();
+    label.keeps_maximum = shards[id].keeps_maximum;
+    if (label.kind == ShardKind::parameter) label.bucket -= static_cast<uint32_t>(bucket_begin);
+    change.added.shards.push_back(std::move(label));
+  }
+  for (size_t index = bucket_begin; index < shards.buckets().size(); ++index) {
+    BucketRecord bucket = shards.bucket(index).record();
+    bucket.tiles.resize(shards.bucket(index).tile_count());
+    change.added.buckets.push_back(std::move(bucket));
+  }
+  change_layout(std::move(change));
 }
 
 void JobJournal::note_removed(uint32_t shard_id) {

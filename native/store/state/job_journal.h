@@ -1,6 +1,7 @@
 // A job's notes in its ledger, if there is one: shards, layout, extents and tiles.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -53,8 +54,9 @@ class JobJournal {
   void note_generation(uint32_t shard_id, uint64_t generation);
   /// Which shards there are, and what a catalogue says of the job itself.
   void note_layout();
-  /// The same, where blobs and buffers were declared; at their cost.
-  void note_added(const std::vector<uint32_t>& shard_ids);
+  /// The same, where these shards were declared, parameters in buckets from `bucket_begin` on; at
+  /// their cost.
+  void note_added(const std::vector<uint32_t>& shard_ids, size_t bucket_begin);
   void note_removed(uint32_t shard_id);
   /// All of it, where the ledger is new, or was adopted and the job stands as it will go on.
   void note_shards();
