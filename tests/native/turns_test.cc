@@ -324,10 +324,19 @@ TEST(TurnsTest, a_sync_begins_few_writes_a_turn_and_commits_what_was_there_when_
                Residency::draining;
       });
     };
+    const auto count_pending = [&] {
+      return std::ranges::count_if(ids, [&](uint32_t id) {
+        return heart.job(session).shards().find_entry(id, Part::value)->pending() != nullptr;
+      });
+    };
     bool is_overwritten = false;
     ptrdiff_t draining_count = 0;
+    ptrdiff_t pending_count = count_pending();
+    ASSERT_GT(pending_count, ptrdiff_t{kBlobs / 2}) << "most of them take their place in the sync";
     while (!synced) {
       heart.turn();
+      const ptrdiff_t pending_before = std::exchange(pending_count, count_pending());
+      ASSERT_LE(pending_before - pending_count, ptrdiff_t{Writeback::kSubmittedMax});
       const ptrdiff_t before_count = std::exchange(draining_count, count_draining());
       ASSERT_LE(draining_count - before_count, ptrdiff_t{Writeback::kSubmittedMax});
       if (draining_count == 0 || std::exchange(is_overwritten, true)) continue;
@@ -338,6 +347,7 @@ TEST(TurnsTest, a_sync_begins_few_writes_a_turn_and_commits_what_was_there_when_
         EXPECT_EQ(heart.read<uint8_t>(other, ids[i]), bytes_of(i, 9));
       }
       draining_count = count_draining();
+      pending_count = count_pending();
     }
     ASSERT_TRUE(synced->is_ok()) << synced->message();
     ASSERT_TRUE(is_overwritten);

@@ -83,12 +83,21 @@ void Residencies::set_pending(Entry& entry, std::unique_ptr<Slot> slot) {
 }
 
 void Residencies::await_dirty() {
-  MEMD_CHECK(awaited_ids_.empty());
-  settle_all_pending();
+  MEMD_CHECK(awaited_ids_.empty() && awaited_pending_ids_.empty());
   awaited_ids_ = std::exchange(dirty_ids_, {});
+  for (const uint32_t id : pending_ids_) {
+    const Entry* const entry = parts_.entries[id];
+    if (entry != nullptr && is_finished(*entry)) awaited_pending_ids_.insert(id);
+  }
 }
 
 Entry* Residencies::take_awaited() {
+  // In the order of their ids, as they are taken: none is taken before its overwrite is in place.
+  for (bool is_settled = false; !is_settled && !awaited_pending_ids_.empty();) {
+    const uint32_t id = *awaited_pending_ids_.begin();
+    if (Entry* const entry = parts_.entries[id]) settle_pending(*entry);
+    is_settled = awaited_pending_ids_.erase(id) == 0;
+  }
   while (!awaited_ids_.empty()) {
     const uint32_t id = *awaited_ids_.begin();
     awaited_ids_.erase(awaited_ids_.begin());
@@ -114,12 +123,17 @@ void Residencies::settle_pending(size_t count_max) {
   }
 }
 
-bool Residencies::may_settle(const Entry& entry) const {
+bool Residencies::is_finished(const Entry& entry) const {
   // Nobody reads there: a reader's pin is one that looks for another slot, and goes again.
   if (entry.pending() == nullptr || parts_.slots.has_writer(*entry.pending())) return false;
-  // The old bytes are still being copied, or will be.
-  if (is_awaited(entry)) return false;
+  // The old bytes are still being copied.
   return entry.residency() != Residency::draining && entry.residency() != Residency::filling;
+}
+
+bool Residencies::may_settle(const Entry& entry) const {
+  // The old bytes will be copied, unless these were there as well when they were set apart.
+  const bool is_later = is_awaited(entry) && !awaited_pending_ids_.contains(entry.id());
+  return is_finished(entry) && !is_later;
 }
 
 void Residencies::settle_pending(Entry& entry) {
@@ -136,6 +150,7 @@ void Residencies::settle_pending(Entry& entry) {
     move_unnoted(entry, Residency::filling, Residency::clean);
   }
   if (entry.residency() == Residency::clean) move(entry, Residency::clean, Residency::dirty);
+  if (awaited_pending_ids_.erase(entry.id()) != 0) awaited_ids_.insert(entry.id());
   parts_.gates.note_written(entry.owner());
   parts_.table.publish(entry);
   note_changed(entry);

@@ -78,10 +78,13 @@ class Residencies {
   /// Ids of entries that are filling or draining, or have tasks; ascending.
   const std::set<uint32_t>& busy_ids() const { return busy_ids_; }
 
-  /// Sets all that is dirty apart, for who takes one entry after the other. Until it is taken
-  /// nobody writes it and no overwrite takes its place: its bytes are those of this moment.
+  /// Sets all that is dirty or whose overwrite is finished apart, for who takes one entry after the
+  /// other. Until it is taken nobody writes it and no later overwrite takes its place: its bytes
+  /// are those of this moment.
   void await_dirty();
-  bool is_awaited(const Entry& entry) const { return awaited_ids_.contains(entry.id()); }
+  bool is_awaited(const Entry& entry) const {
+    return awaited_ids_.contains(entry.id()) || awaited_pending_ids_.contains(entry.id());
+  }
   /// The next of them, dirty as any other from here on; nullptr after the last.
   Entry* take_awaited();
 
@@ -89,6 +92,8 @@ class Residencies {
   uint64_t draining_bytes() const { return draining_bytes_; }
 
  private:
+  /// Its overwrite is, and nothing is being copied from the bytes of before.
+  bool is_finished(const Entry& entry) const;
   bool may_settle(const Entry& entry) const;
   void note_state(const Entry& entry);
   /// move() without a word to the ledger, which must not see what lies between.
@@ -96,8 +101,9 @@ class Residencies {
 
   const Parts parts_;
   std::set<uint32_t> busy_ids_;
-  std::set<uint32_t> dirty_ids_;    // but for those that are awaited
-  std::set<uint32_t> awaited_ids_;  // dirty ones
+  std::set<uint32_t> dirty_ids_;            // but for those that are awaited
+  std::set<uint32_t> awaited_ids_;          // dirty ones
+  std::set<uint32_t> awaited_pending_ids_;  // whose finished overwrite takes its place until then
   uint64_t draining_bytes_ = 0;
   // Ids of entries with a pending slot, and of some that had one.
   std::set<uint32_t> pending_ids_;
