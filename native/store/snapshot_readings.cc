@@ -192,7 +192,8 @@ Result<SnapshotReading> SnapshotReadings::begin(const SnapshotReadingRequest& re
                                       .step = snapshot->entry.step,
                                       .created_s = snapshot->entry.created_s,
                                       .bytes = snapshot->space.bytes,
-                                      .extent_count = snapshot->extents->size()},
+                                      .extent_count = snapshot->extents->size(),
+                                      .lost_shards = {}},
                          .identity = identity,
                          .piece_first = piece_first,
                          .record = snapshot->record};
