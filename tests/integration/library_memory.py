@@ -8,6 +8,7 @@ for the phases `train`, `save` and `load`: the memory of the others is another p
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from torch import nn
 
 import memd_client
 from memd_client.base.freed_memory import return_freed_memory
-from tests.integration.safetensors_memory import peak, rss_anon_bytes
+from tests.integration.safetensors_memory import SETTINGS, peak, rss_anon_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,6 +174,7 @@ def measured(library: str, address: str, folder: Path) -> dict[str, int]:
         done = subprocess.run(
             [*map(str, command), "12", phase],
             cwd=Path(__file__).parents[2],
+            env={**os.environ, **SETTINGS},
             stdout=subprocess.PIPE,
             text=True,
             check=True,

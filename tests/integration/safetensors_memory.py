@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LAYERS = 12
+# See docs/decisions/freed-memory.md.
+SETTINGS = {
+    "MALLOC_MMAP_THRESHOLD_": str(8 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(16 << 20),
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
 
 
 def rss_anon_bytes() -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.integration.checkpoint_memory import LAYERS, WIDTH
+from tests.integration.safetensors_memory import SETTINGS
 
 if TYPE_CHECKING:
     from tests.daemons import Daemons
@@ -28,12 +29,6 @@ WAYS = (
     "reset_state",
 )
 MIB = 1 << 20
-# See docs/decisions/freed-memory.md.
-SETTINGS = {
-    "MALLOC_MMAP_THRESHOLD_": str(8 * MIB),
-    "MALLOC_TRIM_THRESHOLD_": str(16 * MIB),
-    "THP_MEM_ALLOC_ENABLE": "1",
-}
 
 
 @pytest.mark.more
