@@ -1,4 +1,5 @@
-"""The command `memd`. Exit codes: 0 done, 1 failed, 2 wrong use."""
+"""The command `memd`. Exit codes: 0 done, 1 failed, 2 wrong use, 3 data is lost or damaged, 4 no
+daemon answers."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import click
 
 from memd import __version__
 from memd.config import SettingsError, load, shown
+from memd.failures import Damaged, failure_of
 from memd.printing import print_json, print_table
 from memd.refusal import Refused, StatusCode
 from memd.sizes import format_size
@@ -55,12 +57,15 @@ class Commands(click.Group):
         except SettingsError as error:
             raise click.UsageError(str(error)) from error
         except Refused as error:
-            raise click.ClickException(str(error)) from error
+            raise failure_of(error) from error
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Memory and NVMe for training state."""
+    """Memory and NVMe for training state.
+
+    Exit codes: 0 done, 1 failed, 2 wrong use, 3 data is lost or damaged, 4 no daemon answers.
+    """
 
 
 def setting_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -470,7 +475,8 @@ def check(
     the settings where one answers, and else the folders of the settings. A superblock that is
     damaged while its twin is whole is a warning, which the next commits mend.
 
-    Exit codes: 0 all is there, 1 something is lost or damaged, 2 wrong use.
+    Exit codes: 0 all is there, 1 failed, 2 wrong use, 3 something is lost or damaged, 4 no daemon
+    answers.
     """
     from memd import check as checks
 
@@ -490,7 +496,7 @@ def check(
     else:
         checks.print_check(report)
     if report["lost"]:
-        sys.exit(1)
+        sys.exit(Damaged.exit_code)
 
 
 def daemon_of(attach_socket: Path, *, required: bool) -> DaemonClient | None:

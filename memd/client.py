@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from memd.refusal import Refused, StatusCode
+from memd.refusal import Refused, StatusCode, Unreachable
 from memd_native import PROTOCOL_VERSION
 from memd_proto.v1 import (
     attach_pb2,
@@ -42,7 +42,7 @@ class DaemonClient:
             welcome = attach_pb2.Welcome.FromString(self._connection.recv(_WELCOME_BYTES_MAX))
         except OSError as error:
             self._connection.close()
-            raise Refused(
+            raise Unreachable(
                 StatusCode.UNAVAILABLE,
                 f"no daemon answers at {attach_socket}: {error.strerror or error}; start one with "
                 "`memd serve`, or say where it is with --socket or MEMD_ADDRESS",
@@ -184,8 +184,8 @@ def _refused(error: grpc.RpcError) -> Refused:
     # gRPC raises objects that are both an RpcError and a Call; its types don't say so.
     details = getattr(error, "details", lambda: None)()
     trailing = dict(getattr(error, "trailing_metadata", lambda: None)() or ())
-    code = StatusCode.UNAVAILABLE
     # Only the daemon's own refusals carry it; gRPC's are about the connection.
-    if (detail := trailing.get("memd-error-bin")) is not None:
-        code = StatusCode(types_pb2.ErrorDetail.FromString(detail).code)
+    if (detail := trailing.get("memd-error-bin")) is None:
+        return Unreachable(StatusCode.UNAVAILABLE, details or str(error))
+    code = StatusCode(types_pb2.ErrorDetail.FromString(detail).code)
     return Refused(code, details or str(error))

@@ -29,3 +29,7 @@ class Refused(Exception):
         super().__init__(message)
         self.code = code
         self.error_number = 0
+
+
+class Unreachable(Refused):
+    """No daemon answers."""

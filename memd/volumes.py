@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memd import calibration
+from memd.failures import Damaged, WrongUse
 from memd.refusal import StatusCode
 from memd.sizes import exact_size, format_size
 from memd_native import (
@@ -27,25 +28,18 @@ if TYPE_CHECKING:
     from memd_native import CheckedJob, CheckedVolume
     from memd_proto.v1 import check_pb2
 
-# Codes of a check that finds the volumes damaged. All else is wrong use.
-_DAMAGE = {StatusCode.INTEGRITY, StatusCode.DEVICE}
-
-
-class WrongUse(click.ClickException):
-    """The command could not even begin: exit code 2."""
-
-    exit_code = 2
+# A check meets these on the volumes. All else is wrong use.
+_FAILURES = {StatusCode.INTEGRITY: Damaged, StatusCode.DEVICE: click.ClickException}
 
 
 @contextlib.contextmanager
 def told_to_people() -> Iterator[None]:
-    """A StatusError becomes a sentence and an exit code: 1 damage, 2 wrong use."""
+    """A StatusError becomes a sentence and an exit code: 1 the device failed, 2 wrong use, 3
+    damage."""
     try:
         yield
     except StatusError as error:
-        if error.code in _DAMAGE:
-            raise click.ClickException(str(error)) from error
-        raise WrongUse(str(error)) from error
+        raise _FAILURES.get(StatusCode(error.code), WrongUse)(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ class SnapshotExport:
             except Refused as refused:
                 if time.monotonic() < deadline:
                     continue
-                raise Refused(
+                raise type(refused)(
                     refused.code, f"{refused}; once it runs, export again: that goes on"
                 ) from refused
             return

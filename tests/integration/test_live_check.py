@@ -83,14 +83,14 @@ def test_what_is_lost_is_named_and_the_job_stays_where_it_is(daemons: Daemons) -
     with volume.open("r+b") as file:
         file.seek(at + 5)
         file.write(bytes([data[at + 5] ^ 1]))
-    told = answer_of("check", "--socket", daemon.socket, "--job", image.JOB, status=1)
+    told = answer_of("check", "--socket", daemon.socket, "--job", image.JOB, status=3)
     (finding,) = told["findings"]
     assert finding["lost"]
     assert (finding["path"], finding["offset_bytes"]) == (str(volume), at)
     assert (finding["job"], finding["shards"]) == (image.JOB, ["blob"])
     assert told["jobs"][0]["lost_shards"] == ["blob"]
     assert told["volumes"] == []  # one job was asked for
-    text = memd("check", "--socket", daemon.socket, status=1).stdout
+    text = memd("check", "--socket", daemon.socket, status=3).stdout
     assert f"LOST: {image.JOB}/blob bytes from 0" in text
     jobs = answer_of("status", "--socket", daemon.socket)["jobs"]
     assert next(job for job in jobs if job["name"] == image.JOB)["lost_shards"] == ["blob"]
@@ -104,7 +104,7 @@ def test_wrong_use_says_what_is_wrong(daemon: Daemon, tmp_path: Path) -> None:
     assert "name one of them" in both
     nobody = memd("check", "--socket", daemon.socket, "--job", "nobody", status=1).stderr
     assert "there is no job" in nobody
-    nowhere = memd("check", "--socket", tmp_path / "no.sock", status=1).stderr
+    nowhere = memd("check", "--socket", tmp_path / "no.sock", status=4).stderr
     assert "no daemon answers" in nowhere
 
 

@@ -329,12 +329,12 @@ def test_damage_on_disk_ends_the_export_with_the_shards_name(
         memd(daemon, *given, "--detach")
         text = said_in(partial_of(path) / "messages", "Error: ")
     else:
-        text = memd(daemon, *given, status=1).stderr
+        text = memd(daemon, *given, status=3).stderr
     assert "the export stops at shard blob2: " in text
     assert f"{volume} at {at}" in text
     assert not path.exists()
     assert "1 shards lost" in memd(daemon, "snapshot", "list", JOB).stdout
-    assert "is not whole any more" in memd(daemon, *given, status=1).stderr
+    assert "is not whole any more" in memd(daemon, *given, status=3).stderr
     assert "memd_snapshot_export_errors_total 1.0" in daemon.get("/metrics")
     daemon.stop()
 

@@ -82,14 +82,14 @@ def test_what_is_lost_is_named_and_the_exit_code_says_so(filled: Path) -> None:
     block = image.pattern("blob", image.UINT8, BLOCK)
     at = next(at for at in range(2 << 20, len(data), BLOCK) if data[at : at + BLOCK] == block)
     flip(volume, at + 5)
-    told = answer_of("check", "--data", filled, status=1)
+    told = answer_of("check", "--data", filled, status=3)
     assert told["lost"]
     (finding,) = told["findings"]
     assert finding["offset_bytes"] == at
     assert finding["path"] == str(volume)
     assert (finding["job"], finding["shards"]) == (image.JOB, ["blob"])
     assert next(job for job in told["jobs"] if job["job"] == image.JOB)["lost_shards"] == ["blob"]
-    text = memd("check", "--data", filled, status=1).stdout
+    text = memd("check", "--data", filled, status=3).stdout
     assert f"LOST: {image.JOB}/blob bytes from 0" in text
     assert f"{volume} at {at}, {1 << 20} bytes" in text
     # Another job is none the worse.
@@ -158,8 +158,8 @@ def test_what_is_no_volume_is_refused_and_left_alone(filled: Path) -> None:
     volume.write_bytes(b"\x5a" * (8 << 20))
     before = volume.read_bytes()
     for command in (("check",), ("volume", "list")):
-        assert "has no valid superblock" in memd(*command, "--data", filled, status=1).stderr
-    answer = memd("volume", "format", "--data", filled, "--force", "--yes", status=1)
+        assert "has no valid superblock" in memd(*command, "--data", filled, status=3).stderr
+    answer = memd("volume", "format", "--data", filled, "--force", "--yes", status=3)
     assert "has no valid superblock" in answer.stderr
     assert volume.read_bytes() == before
 

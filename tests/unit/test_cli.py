@@ -101,9 +101,9 @@ def test_wrong_use_exits_with_2_and_says_why(arguments: tuple[str, ...], message
     assert message in result.output
 
 
-def test_no_daemon_exits_with_1_and_says_what_to_do(tmp_path: Path) -> None:
+def test_no_daemon_exits_with_4_and_says_what_to_do(tmp_path: Path) -> None:
     result = memd("status", "--socket", str(tmp_path / "memd.sock"))
-    assert result.exit_code == 1
+    assert result.exit_code == 4
     assert f"no daemon answers at {tmp_path}/attach.sock" in result.output
     assert "start one with `memd serve`" in result.output
 
