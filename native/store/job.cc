@@ -254,7 +254,7 @@ void Job::lose(const Entry& entry, size_t replica, const Status& why) {
 
 std::set<uint32_t> Job::unreadable_shards(const ExtentStore& extents) const {
   std::set<uint32_t> all;
-  if (!extents.unreadable_places().empty()) return all;
+  if (extents.unreadable_places().empty()) return all;
   const auto look = [&](const Entry& entry, const auto& replicas) {
     for (size_t i = 0; i < replicas.size(); ++i) {
       const Replica& replica = replicas[i];
