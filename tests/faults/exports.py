@@ -30,7 +30,8 @@ TIMEOUT_S = 120.0
 JOB = "exported"
 # One that goes on to the end: no snapshot of these tests has so many pieces.
 NEVER = 10**6
-# From the moment at which the command has made its files to its end takes about so long.
+# An export that is to be killed takes at least so long for each piece, more than 12, on any machine.
+PACE_S = 0.04
 MOMENTS_S_MAX = 0.6
 
 
@@ -58,11 +59,11 @@ def drop_job(daemon: Daemon) -> None:
 
 @contextmanager
 def begun(
-    daemon: Daemon, path: Path, *arguments: str, pieces: int = NEVER
+    daemon: Daemon, path: Path, *arguments: str, pieces: int = NEVER, pace_s: float = 0.0
 ) -> Iterator[subprocess.Popen[str]]:
-    """The command, which stands still behind `pieces`."""
+    """The command, which stands still behind `pieces`, and takes `pace_s` for each at least."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("MEMD_")}
-    command = [sys.executable, "-m", "tests.faults.paused_export", str(pieces)]
+    command = [sys.executable, "-m", "tests.faults.paused_export", str(pieces), str(pace_s)]
     command += ["snapshot", "export", JOB, "first", str(path), "--socket", str(daemon.socket)]
     with subprocess.Popen(
         [*command, *arguments],
@@ -131,7 +132,7 @@ def kill_commands(daemon: Daemon, folder: Path, *, count: int, seed: int) -> Cou
     path = folder / "out"
     seen: Counter[str] = Counter()
     for _ in range(count):
-        with begun(daemon, path) as process:
+        with begun(daemon, path, pace_s=PACE_S) as process:
             wait_until_written(path)
             time.sleep(moments.uniform(0, MOMENTS_S_MAX))
             process.kill()
@@ -157,7 +158,7 @@ def kill_daemons(restarts: Restarts, folder: Path, *, count: int, seed: int) -> 
     path = folder / "out"
     seen: Counter[str] = Counter()
     for _ in range(count):
-        with begun(restarts.daemon, path) as process:
+        with begun(restarts.daemon, path, pace_s=PACE_S) as process:
             wait_until_written(path)
             time.sleep(moments.uniform(0, MOMENTS_S_MAX))
             restarts.kill()

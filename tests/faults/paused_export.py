@@ -1,6 +1,7 @@
-"""`memd`, with a small window and an export that stands still behind so many pieces.
+"""`memd`, with a small window and an export that takes so long for each piece, and stands still
+behind so many.
 
-Run: python -m tests.faults.paused_export PIECES memd's arguments...
+Run: python -m tests.faults.paused_export PIECES SECONDS memd's arguments...
 """
 
 import sys
@@ -15,11 +16,12 @@ WINDOW_BYTES = 256 << 10
 STANDS_STILL_S = 600
 
 
-def run(pieces: int, arguments: list[str]) -> None:
+def run(pieces: int, pace_s: float, arguments: list[str]) -> None:
     reached = target.Target.reached
 
     def stand_still(self: target.Target, piece_next: int) -> None:
         reached(self, piece_next)
+        time.sleep(pace_s)
         if piece_next == pieces:
             sys.stdout.write("stands still\n")
             sys.stdout.flush()
@@ -33,4 +35,4 @@ def run(pieces: int, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(int(sys.argv[1]), sys.argv[2:])
+    run(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])
