@@ -30,9 +30,13 @@ TIMEOUT_S = 120.0
 JOB = "exported"
 # One that goes on to the end: no snapshot of these tests has so many pieces.
 NEVER = 10**6
-# An export that is to be killed takes at least so long for each piece, more than 12, on any machine.
+# An export that is to be killed takes so long for each of its pieces, of which it has more than 12.
 PACE_S = 0.04
 MOMENTS_S_MAX = 0.6
+# gRPC takes some MiB more than its caller has read. If a snapshot is larger, the daemon still reads
+# while the command does.
+LARGE_BLOBS = 40
+LARGE_MOMENTS_S_MAX = 2.5
 
 
 def make_job(daemon: Daemon, *, blobs: int = 12) -> None:
@@ -151,7 +155,7 @@ def kill_commands(daemon: Daemon, folder: Path, *, count: int, seed: int) -> Cou
 
 def kill_daemons(restarts: Restarts, folder: Path, *, count: int, seed: int) -> Counter[str]:
     """Kills the daemon at random moments of a command, which waits for the next one."""
-    make_job(restarts.daemon)
+    make_job(restarts.daemon, blobs=LARGE_BLOBS)
     export(restarts.daemon, folder / "whole")
     wanted = bytes_of(folder / "whole")
     moments = random.Random(seed)
@@ -160,7 +164,7 @@ def kill_daemons(restarts: Restarts, folder: Path, *, count: int, seed: int) -> 
     for _ in range(count):
         with begun(restarts.daemon, path, pace_s=PACE_S) as process:
             wait_until_written(path)
-            time.sleep(moments.uniform(0, MOMENTS_S_MAX))
+            time.sleep(moments.uniform(0, LARGE_MOMENTS_S_MAX))
             restarts.kill()
             assert not path.exists() or bytes_of(path) == wanted
             restarts.begin_start()

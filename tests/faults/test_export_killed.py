@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.faults.exports import (
+    LARGE_BLOBS,
+    PACE_S,
     begun,
     bytes_of,
     drop_job,
@@ -115,15 +117,12 @@ def test_a_command_waits_for_the_next_daemon_and_goes_on(
 def test_a_daemon_that_ends_in_the_middle_is_waited_for(
     restarts: Restarts, tmp_path: Path, number: signal.Signals
 ) -> None:
-    make_job(restarts.daemon, blobs=40)
+    make_job(restarts.daemon, blobs=LARGE_BLOBS)
     export(restarts.daemon, tmp_path / "whole")
     path = tmp_path / "out"
-    with begun(restarts.daemon, path) as process:
+    with begun(restarts.daemon, path, pace_s=PACE_S) as process:
         wait_for(partial_of(path) / "files" / "blobs.safetensors")
-        # It stands still while the daemon dies, wherever it is.
-        process.send_signal(signal.SIGSTOP)
         restarts.daemon.stop(number)
-        process.send_signal(signal.SIGCONT)
         restarts.begin_start()
         _, text = process.communicate(timeout=120)
     restarts.settle()

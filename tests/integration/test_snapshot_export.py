@@ -22,7 +22,16 @@ from memd.client import DaemonClient
 from memd.refusal import Refused, StatusCode
 from memd_client.checkpoints.safetensors_header import encode_header as client_encode_header
 from tests.daemons import TIMEOUT_S
-from tests.faults.exports import JOB, begun, bytes_of, drop_job, export, make_job, partial_of
+from tests.faults.exports import (
+    JOB,
+    LARGE_BLOBS,
+    begun,
+    bytes_of,
+    drop_job,
+    export,
+    make_job,
+    partial_of,
+)
 from tests.integration.test_snapshots import memd
 
 if TYPE_CHECKING:
@@ -270,6 +279,8 @@ def test_a_wrong_request_is_one_clear_error_and_leaves_nothing(job: Daemon, tmp_
 def test_one_export_of_a_job_runs_at_a_time_and_keeps_its_snapshot(
     job: Daemon, tmp_path: Path
 ) -> None:
+    drop_job(job)
+    make_job(job, blobs=LARGE_BLOBS)
     path = tmp_path / "out"
     with begun(job, path, pieces=2) as process:
         busy = memd(job, "snapshot", "export", JOB, "first", str(path), status=1).stderr
