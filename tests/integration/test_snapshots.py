@@ -298,23 +298,23 @@ def test_a_lost_snapshot_is_named_by_each_check_and_its_job_stays_known(daemons:
     training.session.close()
     assert daemon.stop() == 0
     damage_catalogue(daemon.data, "first")
-    text = read_alone(daemon, "check", status=1)
+    text = read_alone(daemon, "check", status=3)
     assert "LOST: job/snapshot first the snapshot's catalogue: " in text
     assert "  snapshot first: LOST, step 1: its catalogue is damaged; `memd snapshot drop" in text
     assert "  snapshot second: all right, step 2" in text
     listed = json.loads(read_alone(daemon, "volume", "list", "--json"))
     assert listed["jobs_unknown"] == ""
     assert "2, first is lost" in read_alone(daemon, "volume", "list")
-    offline = json.loads(read_alone(daemon, "check", "--json", status=1))
+    offline = json.loads(read_alone(daemon, "check", "--json", status=3))
     daemon = daemons.start(name="damaged", environ={"MEMD_SCRUB": "0"})
-    online = answer_of(daemon, "check", status=1)
+    online = answer_of(daemon, "check", status=3)
     for report in (listed, offline, online):
         kept = report["jobs"][0]["snapshots"]
         assert [(each["snapshot"], each["step"], each["lost"]) for each in kept] == [
             ("first", 1, True),
             ("second", 2, False),
         ]
-    assert "  snapshot first: LOST, step 1" in memd(daemon, "check", status=1).stdout
+    assert "  snapshot first: LOST, step 1" in memd(daemon, "check", status=3).stdout
     memd(daemon, "snapshot", "drop", "job", "first", "--yes")
     training = Training(daemon, "job")
     training.train()
