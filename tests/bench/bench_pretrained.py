@@ -72,7 +72,12 @@ def main() -> int:
                 before=before, host=f"{arguments.host}B", nvme=f"{nvme_bytes + (256 << 20)}B"
             ) as daemon,
         ):
-            flags = ("--address", daemon.address, "--host-bytes", str(arguments.host))
+            flags: tuple[str, ...] = (
+                "--address",
+                daemon.address,
+                "--host-bytes",
+                str(arguments.host),
+            )
             flags += ("--nvme-bytes", str(nvme_bytes))
             for _ in range(arguments.rounds):
                 plain.append(loaded(folder))

@@ -32,7 +32,7 @@ def load(folder: Path) -> Any:
 
 
 def digest(value: torch.Tensor) -> str:
-    return hashlib.blake2b(value.detach().view(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.blake2b(value.detach().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def load_plainly(folder: Path) -> tuple[float, dict[str, str]]:
