@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--nvme-bytes", type=int)
     arguments = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    # What the first model of a process costs, such as imports, is no part of a load.
+    # A process imports modules when it builds its first model. A load is measured without that.
     transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=8,

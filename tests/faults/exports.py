@@ -89,7 +89,7 @@ def begun(
 
 
 def export(daemon: Daemon, path: Path, *arguments: str, status: int = 0) -> str:
-    """What it said on stderr."""
+    """Runs the command to its end, and returns its stderr."""
     with begun(daemon, path, *arguments) as process:
         _, text = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == status, text
@@ -105,7 +105,7 @@ def partial_of(path: Path) -> Path:
 
 
 def read_bytes(daemon: Daemon) -> float:
-    """Of snapshots, for exports, since the daemon's start."""
+    """Bytes of snapshots that the daemon has read for exports since its start."""
     found = re.search(
         r"^memd_snapshot_export_bytes_total (\S+)$", daemon.get("/metrics"), re.MULTILINE
     )

@@ -49,7 +49,7 @@ def answer_of(daemon: Daemon, *arguments: str, status: int = 0) -> Any:
 
 
 def read_alone(daemon: Daemon, *arguments: str, status: int = 0) -> str:
-    """What a command says of the volumes of a daemon that has ended."""
+    """Runs a command on the volumes of a daemon that has ended, and returns its output."""
     answer = subprocess.run(
         [sys.executable, "-m", "memd", *arguments, "--data", str(daemon.data)],
         capture_output=True,
@@ -62,7 +62,7 @@ def read_alone(daemon: Daemon, *arguments: str, status: int = 0) -> str:
 
 
 def damage_catalogue(data: Path, snapshot: str) -> None:
-    """Of the catalogues on disk, changes the one that this snapshot alone names."""
+    """Damages the one catalogue on disk that this snapshot alone names."""
     volume = data / "memd.volume"
     found = volume.read_bytes()
     for at in range(0, len(found), BLOCK_BYTES):
