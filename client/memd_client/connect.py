@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from weakref import ref
 
@@ -42,7 +43,8 @@ def connect(
             MEMD_ADDRESS, or the service's socket.
         job: its name. Users do not share names.
         rank, world_size: default to torch.distributed's, or 0 and 1. More than one rank comes in a
-            later version.
+            later version. Where the environment's WORLD_SIZE is above 1 there is a process group,
+            or `world_size=1` says that this process works alone.
         host_bytes, nvme_bytes: the quotas of a new job: bytes, or a string such as "4GiB". Default:
             half of what is free, or all of it on an `embedded:` daemon.
         durability: when a step reaches the disk. "step", the default of a new job: before it is
@@ -132,7 +134,7 @@ def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None:
         rank = torch.distributed.get_rank() if distributed else 0
     if world_size is None:
-        world_size = torch.distributed.get_world_size() if distributed else 1
+        world_size = torch.distributed.get_world_size() if distributed else _alone()
     if not 0 <= rank < world_size:
         raise InvalidArgument(
             f"rank is from 0 to world_size - 1: rank {rank}, world_size {world_size}"
@@ -140,6 +142,23 @@ def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if world_size > 1:
         raise NotYet(f"more than one rank a job comes in a later version: world_size {world_size}")
     return rank, world_size
+
+
+def _alone() -> int:
+    """The world size of a process without a process group.
+
+    Raises:
+        InvalidArgument: its launcher has started others, each of which would train a job of one
+            rank on its own share of the data.
+    """
+    started = os.environ.get("WORLD_SIZE", "")
+    if started.isdecimal() and int(started) > 1:
+        raise InvalidArgument(
+            f"WORLD_SIZE is {started}, and no process group says who averages gradients; call "
+            "torch.distributed.init_process_group() before connect(), or pass world_size=1 if this "
+            "process works alone"
+        )
+    return 1
 
 
 def _data_plane(

@@ -118,6 +118,26 @@ class TestConnect:
         with pytest.raises(error, match=message):
             memd_client.connect(**{"address": "unix:///nowhere", "job": "x", **settings})
 
+    def test_a_rank_without_a_process_group_is_refused_before_it_trains_alone(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(
+            memd_client.InvalidArgument, match=r"WORLD_SIZE is 2.*init_process_group.*world_size=1"
+        ):
+            memd_client.connect("unix:///nowhere", job="x")
+
+    @pytest.mark.parametrize("started", ["1", "", "many"])
+    def test_a_process_that_works_alone_needs_no_process_group(
+        self, started: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("WORLD_SIZE", started)
+        with pytest.raises(memd_client.DaemonUnavailable):
+            memd_client.connect("unix:///nowhere", job="x")
+        monkeypatch.setenv("WORLD_SIZE", "8")
+        with pytest.raises(memd_client.DaemonUnavailable):
+            memd_client.connect("unix:///nowhere", job="x", world_size=1)
+
     def test_no_daemon_is_an_error_that_says_what_to_do(self, tmp_path: Path) -> None:
         with pytest.raises(memd_client.DaemonUnavailable, match=r"memd serve.*embedded:"):
             memd_client.connect(f"unix://{tmp_path}/memd.sock", job="x")
