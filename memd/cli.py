@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memd import __version__
-from memd.config import SettingsError, load, shown
+from memd.config import DEFAULT_FILE, Settings, SettingsError, load, shown
 from memd.failures import Damaged, failure_of
 from memd.printing import print_json, print_table
 from memd.refusal import Refused, StatusCode
 from memd.sizes import format_size
+from memd.users import user_name
 
 # A command imports what it alone needs: `memd serve` stays light, `memd config` quick.
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="memd %(version)s")
 def main() -> None:
     """Memory and NVMe for training state.
 
@@ -69,32 +71,47 @@ def main() -> None:
 
 
 def setting_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """The settings that have a flag."""
+    """The settings that have a flag, with the default of each."""
     for option in (
-        click.option("--log-level", help="debug, info, warning or error."),
-        click.option("--log-format", help="text or json, one event a line, on stderr."),
-        click.option("--metrics", metavar="HOST:PORT", help="Prometheus endpoint; '' is none."),
-        click.option("--nvme", metavar="SIZE", help="Space on all folders together."),
-        click.option("--host", metavar="SIZE", help="Memory for all jobs."),
+        setting_option("log_level", help="debug, info, warning or error."),
+        setting_option("log_format", help="text or json, one event a line, on stderr."),
+        setting_option("metrics", metavar="HOST:PORT", help="Prometheus endpoint; '' is none."),
+        setting_option("nvme", metavar="SIZE", help="Space on all folders together."),
+        setting_option("host", metavar="SIZE", help="Memory for all jobs."),
         data_option,
-        click.option("--socket", metavar="PATH", help="The control socket."),
+        setting_option("socket", metavar="PATH", help="The control socket."),
         config_option,
     ):
         command = option(command)
     return command
 
 
+def setting_option(
+    name: str, *, help: str, metavar: str | None = None, multiple: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The default counts where neither a variable nor the file has the setting: click gets none."""
+    default = shown(Settings())[name]
+    return click.option(
+        f"--{name.replace('_', '-')}",
+        metavar=metavar,
+        multiple=multiple,
+        help=f"{help}  [default: {default}]",
+    )
+
+
 config_option = click.option(
     "--config",
     "config_file",
     type=click.Path(path_type=Path),
-    help="Settings in TOML; /etc/memd/memd.toml where it exists.",
+    help=f"Settings in TOML.  [default: {DEFAULT_FILE}, where it exists]",
 )
-data_option = click.option(
-    "--data", metavar="DIR", multiple=True, help="One folder a drive; repeatable."
+data_option = setting_option(
+    "data", metavar="DIR", multiple=True, help="One folder a drive; repeatable."
 )
 socket_option = click.option(
-    "--socket", metavar="PATH", help="The daemon's control socket. Default: that of MEMD_ADDRESS."
+    "--socket",
+    metavar="PATH",
+    help=f"The daemon's control socket.  [default: that of MEMD_ADDRESS, or {Settings().socket}]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="For programs.")
 
@@ -108,9 +125,9 @@ def configuration_of(
 
 @main.command()
 @setting_flags
-@click.option(
-    "--holder-seconds",
-    metavar="N",
+@setting_option(
+    "holder_seconds",
+    metavar="SECONDS",
     help="How long memory outlives a dead daemon; 0: it does not.",
 )
 @click.option("--parent-pid", type=int, hidden=True)
@@ -350,7 +367,7 @@ def _snapshot_state(snapshot: job_pb2.Snapshot) -> str:
 @click.option(
     "--max-file",
     metavar="SIZE",
-    help="What is larger becomes several files and an index. Default: 50 GB.",
+    help="What is larger becomes several files and an index.  [default: 50GB]",
 )
 @click.option("--detach", is_flag=True, help="Returns once it has begun, and it goes on.")
 @click.option("--begun-fd", type=int, hidden=True)
@@ -458,7 +475,7 @@ def confirm(question: str, *, yes: bool) -> None:
 @main.command()
 @data_option
 @socket_option
-@click.option("--job", "job_name", metavar="NAME", default="", help="This job alone.")
+@click.option("--job", "job_name", metavar="NAME", default="", help="This job alone, not all.")
 @config_option
 @json_option
 def check(
@@ -549,7 +566,7 @@ def list_volumes(config_file: Path | None, data: tuple[str, ...], as_json: bool)
 
 
 @volume.command("format")
-@click.option("--nvme", metavar="SIZE", help="Space on all folders together.")
+@setting_option("nvme", metavar="SIZE", help="Space on all folders together.")
 @data_option
 @click.option("--force", is_flag=True, help="Removes volumes that are there, with all their jobs.")
 @click.option("--yes", is_flag=True, help="Does not ask before it removes.")
@@ -625,7 +642,8 @@ def print_status(answer: status_pb2.GetStatusResponse) -> None:
             format_size(device.read_bytes),
             format_size(device.written_bytes),
             str(device.error_count),
-            f"{device.io_depth} x {format_size(device.io_chunk_bytes)}",
+            str(device.inflight_count)
+            + (f", {device.waiting_count} wait" if device.waiting_count else ""),
         )
         for device in answer.devices
     ]
@@ -675,7 +693,7 @@ def print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
     rows = [
         (
             each.name,
-            str(each.uid),
+            user_name(each.uid),
             str(each.committed_step),
             str(each.session_count),
             f"{format_size(each.host_bytes_used)} / {format_size(each.host_bytes)}",

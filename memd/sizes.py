@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import re
 
-UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+UNITS = {
+    "B": 1,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "64GiB" or "1.5 TiB". ValueError says what to write instead."""
+    """Bytes of "64GiB", 64·2³⁰, or "1.5 TB", 1.5·10¹². ValueError says what to write instead."""
     match = _SIZE.fullmatch(text)
     if match is None or match[2] not in UNITS:
         wrong = "has no unit" if match is not None and not match[2] else "is not a size"
@@ -31,8 +41,6 @@ def format_size(size_bytes: int) -> str:
 
 
 def exact_size(size_bytes: int) -> str:
-    """As a setting: what `parse_size` takes back without loss."""
-    for unit in ("TiB", "GiB", "MiB", "KiB"):
-        if size_bytes % UNITS[unit] == 0:
-            return f"{size_bytes // UNITS[unit]}{unit}"
-    return f"{size_bytes}B"
+    """As a setting: what `parse_size` takes back without loss, in the unit with the fewest."""
+    unit = max((unit for unit in UNITS if size_bytes % UNITS[unit] == 0), key=UNITS.__getitem__)
+    return f"{size_bytes // UNITS[unit]}{unit}"

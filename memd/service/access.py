@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from memd.refusal import Refused, StatusCode
+from memd.users import user_name
 
 if TYPE_CHECKING:
     from memd_native import Activity, JobInfo, Server
@@ -80,6 +81,6 @@ def check_job_weight(weight: float, job: JobInfo, *, uid: int) -> None:
 def foreign_job(job: JobInfo, *, uid: int) -> Refused:
     return Refused(
         StatusCode.PERMISSION_DENIED,
-        f"job {job.name!r} belongs to user {job.uid} and you are user {uid}; choose another name, "
-        "or ask its owner or root to drop it",
+        f"job {job.name!r} belongs to user {user_name(job.uid)} and you are user "
+        f"{user_name(uid)}; choose another name, or ask its owner or root to drop it",
     )

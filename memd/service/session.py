@@ -13,6 +13,7 @@ from memd.peers import Session
 from memd.refusal import Refused, StatusCode
 from memd.service import access, wire
 from memd.service.declarations import Declarations
+from memd.users import user_name
 from memd_native import PROTOCOL_VERSION
 from memd_proto.v1 import session_pb2
 
@@ -215,11 +216,9 @@ class SessionService:
         of_user = sum(job.uid == uid for job in jobs)
         most = self._jobs_max()
         user_most = most if access.administers_all(uid) else most - most // 4
-        for who, count, at_most in (
-            ("the daemon", len(jobs), most),
-            (f"user {uid}", of_user, user_most),
-        ):
+        for is_user, count, at_most in ((False, len(jobs), most), (True, of_user, user_most)):
             if count >= at_most:
+                who = f"user {user_name(uid)}" if is_user else "the daemon"
                 raise Refused(
                     StatusCode.CAPACITY,
                     f"{who} has {count} of at most {at_most} jobs; drop one with `memd job drop`, "

@@ -10,8 +10,22 @@ from memd.service import access, wire
 from memd_proto.v1 import status_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from memd.service.call import Call
-    from memd_native import Server
+    from memd_native import Activity, Server
+
+
+# Kinds of activities that are of a volume.
+_TRANSFERS = ("read", "write", "sync")
+
+
+def _count(transfers: Sequence[Activity], path: str, *, waiting: bool) -> int:
+    """Those of the volume at `path` that wait for their turn, or that do not."""
+    return sum(
+        bool(each.waits_on) == waiting and f"{each.what} ".startswith(f"{path} ")
+        for each in transfers
+    )
 
 
 class StatusService:
@@ -26,6 +40,7 @@ class StatusService:
         statistics = self._server.statistics()
         pool = statistics.pool
         scrub = statistics.scrub
+        transfers = [each for each in self._server.in_flight() if each.kind in _TRANSFERS]
         jobs, jobs_page_next = access.administered_jobs(self._server, uid=call.peer.uid, first=0)
         return status_pb2.GetStatusResponse(
             version=__version__,
@@ -52,6 +67,8 @@ class StatusService:
                     ),
                     io_depth=device.io_depth,
                     io_chunk_bytes=device.io_chunk_bytes,
+                    inflight_count=_count(transfers, device.path, waiting=False),
+                    waiting_count=_count(transfers, device.path, waiting=True),
                 )
                 for device in statistics.devices
             ],

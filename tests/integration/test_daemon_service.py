@@ -288,5 +288,7 @@ def test_another_users_job_is_refused_and_outsiders_cannot_connect(
         assert said() == "PermissionError\n", "the sockets' modes do too"
         with with_mode(0o666, daemon.attach_socket, daemon.socket):  # as if in the sockets' group
             refusal = said()
-    assert refusal.startswith("PERMISSION_DENIED job 'tensors' belongs to user 0 and you are user")
+    assert refusal.startswith(
+        "PERMISSION_DENIED job 'tensors' belongs to user root and you are user nobody;"
+    )
     assert get(client, session_id, "mine") == b"mine"

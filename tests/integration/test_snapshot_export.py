@@ -403,7 +403,7 @@ def test_another_users_snapshot_is_refused(job: Daemon) -> None:
     finally:
         for path, mode in zip(paths, modes, strict=True):
             path.chmod(mode)
-    assert said.startswith("PERMISSION_DENIED job 'exported' belongs to user 0")
+    assert said.startswith("PERMISSION_DENIED job 'exported' belongs to user root")
 
 
 def test_a_part_that_belongs_to_another_user_is_not_touched(job: Daemon, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -56,7 +57,7 @@ def memd(*arguments: str) -> Result:
 def test_the_version_is_that_of_the_distribution() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == __version__
-    assert memd("version").output == f"memd {__version__}\n"
+    assert memd("version").output == memd("--version").output == f"memd {__version__}\n"
     assert json.loads(memd("version", "--json").output) == {"version": __version__}
 
 
@@ -99,6 +100,36 @@ def test_wrong_use_exits_with_2_and_says_why(arguments: tuple[str, ...], message
     result = memd(*arguments)
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_help_names_the_default_of_each_option_that_has_one() -> None:
+    said = " ".join(memd("serve", "--help").output.split())
+    defaults = config.shown(config.Settings())
+    for setting in ("socket", "data", "host", "nvme", "metrics", "log_format", "log_level"):
+        assert f"[default: {defaults[setting]}]" in said, setting
+    assert f"[default: {defaults['holder_seconds']}]" in said
+    context = click.Context(main)
+    for path, command in commands_below(main, context):
+        for option in command.params:
+            if isinstance(option, click.Option) and takes_a_default(option):
+                assert option.show_default or "default" in (option.help or ""), (path, option.name)
+
+
+def commands_below(
+    command: click.Command, context: click.Context
+) -> Iterator[tuple[str, click.Command]]:
+    yield context.command_path, command
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from commands_below(below, click.Context(below, parent=context, info_name=name))
+
+
+def takes_a_default(option: click.Option) -> bool:
+    """A flag is off, and what is hidden is for memd's own processes."""
+    default = option.to_info_dict()["default"]
+    return not option.is_flag and not option.hidden and default not in (None, (), "")
 
 
 def test_no_daemon_exits_with_4_and_says_what_to_do(tmp_path: Path) -> None:
@@ -153,6 +184,20 @@ def test_status_for_people_and_for_programs(server: FakeServer, tmp_path: Path) 
     text = memd("status", *socket).output
     assert "pool: 32 MiB of 64 MiB free, pages of 4 KiB, locked" in text
     assert "/volume  1 GiB  256 MiB  8 KiB" in text
+
+    def volume_row() -> str:
+        rows = memd("status", *socket).output.splitlines()
+        return next(row for row in rows if row.startswith("/volume"))
+
+    assert volume_row().endswith("  0")
+    server.activities = [
+        Activity("write", what="/volume at 4096, 8192 bytes"),
+        Activity("sync", what="/volume"),
+        Activity("read", what="/volume at 0, 4096 bytes", waits_on="its turn"),
+        Activity("read", what="/volume2 at 0, 4096 bytes"),
+        Activity("step", job="gpt", what="/volume"),
+    ]
+    assert volume_row().endswith("  2, 1 wait")
     assert "gpt" in text
     status = json.loads(memd("status", "--json", *socket).output)
     assert status["pool"]["bytes"] == 64 << 20
@@ -238,7 +283,8 @@ def test_a_job_is_listed_shown_and_dropped(server: FakeServer, tmp_path: Path) -
     job = server.open_job("gpt", uid=0)
     grant = server.attach(job.job_id)
     server.declare(grant.session_id, [ShardSpec("wte.weight", 1, 1, [256, 64], 2)])
-    assert memd("job", "list", *socket).output.splitlines()[1].split()[:4] == ["gpt", "0", "0", "1"]
+    row = memd("job", "list", *socket).output.splitlines()[1].split()
+    assert row[:4] == ["gpt", "root", "0", "1"]
     shown = memd("job", "show", "gpt", *socket).output
     assert "wte.weight  parameter  float32  256x64  64 KiB  never written" in shown
     (shard,) = json.loads(memd("job", "show", "gpt", "--json", *socket).output)["shards"]

@@ -26,13 +26,16 @@ def from_file(folder: Path, text: str) -> Configuration:
 
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
-    [("64GiB", 64 << 30), ("1.5 MiB", 3 << 19), ("4096B", 4096), (" 2TiB ", 2 << 40)],
+    [
+        *(("64GiB", 64 << 30), ("1.5 MiB", 3 << 19), ("4096B", 4096), (" 2TiB ", 2 << 40)),
+        *(("12GB", 12 * 10**9), ("1.5 TB", 1_500_000_000_000), ("5MB", 5_000_000), ("7kB", 7000)),
+    ],
 )
 def test_a_size_is_a_number_and_a_unit(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["64", "64GB", "-1GiB", "GiB", "0MiB", ""])
+@pytest.mark.parametrize("text", ["64", "64G", "64gb", "-1GiB", "GiB", "0MiB", ""])
 def test_a_size_without_a_unit_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"write a number and one of|more than nothing"):
         parse_size(text)
@@ -41,6 +44,8 @@ def test_a_size_without_a_unit_is_refused(text: str) -> None:
 @pytest.mark.parametrize("size_bytes", [1, 1000, 1 << 20, 3 << 19, (1 << 30) + 1])
 def test_a_shown_size_reads_back_exactly(size_bytes: int) -> None:
     assert parse_size(exact_size(size_bytes)) == size_bytes
+    assert exact_size(12 * 10**9) == "12GB"
+    assert exact_size(3 << 19) == "1536KiB"
     assert format_size(3 << 29) == "1.5 GiB"
 
 
@@ -129,7 +134,7 @@ def test_the_daemon_and_scripts_read_an_address_alike(address: str) -> None:
     [
         ("host = 64", "host: '64' has no unit; write a number and one of B, KiB"),
         ('host = "64"', "host: '64' has no unit"),
-        ('nvme = "10GB"', "nvme: '10GB' is not a size"),
+        ('nvme = "10gb"', "nvme: '10gb' is not a size"),
         ('io_engine = "aio"', "io_engine: 'aio' is none of auto, io_uring, threads"),
         ("io_depth = 0", "io_depth: 0 is not a whole number from 1"),
         ("io_depth = true", "io_depth: True is not a whole number from 1 to 1024, or 'auto'"),

@@ -26,6 +26,7 @@ from memd.service.call import FIELDS_MAX, holds_more_fields
 from memd.service.control import SERVICES, ControlServer
 from memd.service.places import SHORT_CALLS, STEPS, STREAMS
 from memd.service.tensor import CHUNK_BYTES
+from memd.users import user_name
 from memd_native import PROTOCOL_VERSION
 from memd_proto.v1 import (
     check_pb2,
@@ -424,7 +425,7 @@ def test_another_users_job_is_refused_with_its_owner_named(service: Service) -> 
         with pytest.raises(grpc.RpcError) as error:
             attempt()  # type: ignore[no-untyped-call]  # no types
         assert refusal_of(error).code is grpc.StatusCode.PERMISSION_DENIED
-        assert f"belongs to user {os.getuid()} and you are user {OTHER_UID}" in (
+        assert f"belongs to user {user_name(os.getuid())} and you are user {OTHER_UID};" in (
             refusal_of(error).message
         )
     assert stranger.call(stranger.jobs.ListJobs, job_pb2.ListJobsRequest()).jobs == []

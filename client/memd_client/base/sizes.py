@@ -6,7 +6,17 @@ import re
 
 from memd_client.errors import InvalidArgument
 
-_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_UNITS = {
+    "B": 1,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+    "TiB": 1 << 40,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
 TILE_ELEMENTS = 256 << 10
 # An update needs two tiles of 12 bytes an element: one is computed while the other is moved.
 UPDATE_BYTES = 2 * TILE_ELEMENTS * 12
@@ -14,8 +24,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
 def parse_size(size: int | str, *, name: str) -> int:
-    """`size` in bytes: an int, or a string with a unit (B, KiB, MiB, GiB, TiB). Errors mention
-    `name`.
+    """`size` in bytes: an int, or a string with a unit: B, KiB to TiB of 1024, kB to TB of 1000.
+    Errors mention `name`.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise InvalidArgument(f"{name} is bytes as an int, or a string such as '1GiB': {size!r}")

@@ -74,7 +74,7 @@ class Pool(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., bytes_free: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., locked: bool = ..., note: _Optional[str] = ...) -> None: ...
 
 class Device(_message.Message):
-    __slots__ = ("path", "bytes", "bytes_free", "read_bytes", "written_bytes", "read_seconds", "write_seconds", "error_count", "io_depth", "io_chunk_bytes")
+    __slots__ = ("path", "bytes", "bytes_free", "read_bytes", "written_bytes", "read_seconds", "write_seconds", "error_count", "io_depth", "io_chunk_bytes", "inflight_count", "waiting_count")
     PATH_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     BYTES_FREE_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,8 @@ class Device(_message.Message):
     ERROR_COUNT_FIELD_NUMBER: _ClassVar[int]
     IO_DEPTH_FIELD_NUMBER: _ClassVar[int]
     IO_CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INFLIGHT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_COUNT_FIELD_NUMBER: _ClassVar[int]
     path: str
     bytes: int
     bytes_free: int
@@ -95,7 +97,9 @@ class Device(_message.Message):
     error_count: int
     io_depth: int
     io_chunk_bytes: int
-    def __init__(self, path: _Optional[str] = ..., bytes: _Optional[int] = ..., bytes_free: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., error_count: _Optional[int] = ..., io_depth: _Optional[int] = ..., io_chunk_bytes: _Optional[int] = ...) -> None: ...
+    inflight_count: int
+    waiting_count: int
+    def __init__(self, path: _Optional[str] = ..., bytes: _Optional[int] = ..., bytes_free: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_seconds: _Optional[float] = ..., write_seconds: _Optional[float] = ..., error_count: _Optional[int] = ..., io_depth: _Optional[int] = ..., io_chunk_bytes: _Optional[int] = ..., inflight_count: _Optional[int] = ..., waiting_count: _Optional[int] = ...) -> None: ...
 
 class InFlightRequest(_message.Message):
     __slots__ = ()
