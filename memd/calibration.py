@@ -13,14 +13,14 @@ import shutil
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memd.refusal import Refused, StatusCode
-from memd.sizes import exact_size
+from memd.sizes import exact_size, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from memd_native import IoBench
 
@@ -43,6 +43,10 @@ _TRUSTED = 0.8
 _FILE_BYTES = 256 * _MIB
 # Written first: how long the whole file takes, without having to wait for it.
 _PROBE_BYTES = 4 * _MIB
+# Bytes that other processes moved, as a part of ours, up to which the drive was ours. The file
+# system's own are below that.
+_OTHERS_MAX = 0.1
+_SECTOR_BYTES = 512  # the kernel's unit, whatever the drive's
 # A part of the time for all; the rest is for measuring.
 _WRITING_PART = 0.5
 # Seconds of one measurement: some 50 MiB on a drive of 2 GB/s.
@@ -181,7 +185,10 @@ def measure_for_new_volumes(
         try:
             measured[folder] = measure(folder, seconds=QUICK_S)
         except (StatusError, Refused) as error:
-            log.warning("not calibrated", extra={"data": str(folder), "reason": str(error)})
+            log.warning(
+                "not calibrated; measure with `memd bench io --calibrate`",
+                extra={"data": str(folder), "reason": str(error)},
+            )
     return measured
 
 
@@ -216,11 +223,11 @@ def measure(
             f"{folder} is too slow to be measured in {seconds:.0f} s: writing the file alone would "
             f"take {writing_s:.0f} s",
         )
-    bench = IoBench(str(folder), bytes=_FILE_BYTES)
+    drive = _Drive(IoBench(str(folder), bytes=_FILE_BYTES), folder)
     # With the kernel's and the drive's own caches warm, as during a training.
-    _rate(bench, "read", _deepest())
+    drive.rate("read", _deepest())
     run_began = time.monotonic()
-    _rate(bench, "read", _deepest())
+    drive.rate("read", _deepest())
     run_s = time.monotonic() - run_began
     left_s = seconds - (time.monotonic() - began)
     candidates = next(
@@ -238,7 +245,8 @@ def measure(
             f"{len(_candidate_sets()[-1]) * len(MIXES) * 2 * _ROUNDS_LEAST} runs takes "
             f"{run_s:.2f} s",
         )
-    rates, fractions = _measured(bench, candidates, end=began + seconds, progress=progress)
+    rates, fractions = _measured(drive, candidates, end=began + seconds, progress=progress)
+    drive.check_that_it_was_ours()
     points = [
         Point(
             limits=limits,
@@ -295,7 +303,7 @@ def _candidate_sets() -> list[list[Limits]]:
 
 
 def _measured(
-    bench: IoBench,
+    drive: _Drive,
     candidates: Sequence[Limits],
     *,
     end: float,
@@ -309,8 +317,8 @@ def _measured(
     round_count = 0
     while time.monotonic() < end:
         for limits, mix in rates:
-            deepest = _rate(bench, mix, _deepest())
-            rate = _rate(bench, mix, limits)
+            deepest = drive.rate(mix, _deepest())
+            rate = drive.rate(mix, limits)
             rates[limits, mix].append(rate)
             fractions[limits, mix].append(rate / deepest)
             progress(int((time.monotonic() - began) * 1000), int((end - began) * 1000))
@@ -319,16 +327,54 @@ def _measured(
         else:
             round_count += 1
     if round_count == 0:
-        raise Refused(StatusCode.UNAVAILABLE, f"{bench.path}: not all was measured in time")
+        raise Refused(StatusCode.UNAVAILABLE, f"{drive.path}: not all was measured in time")
     return (
         {key: runs[:round_count] for key, runs in rates.items()},
         {key: runs[:round_count] for key, runs in fractions.items()},
     )
 
 
-def _rate(bench: IoBench, mix: str, limits: Limits) -> float:
-    """GB/s."""
-    done = bench.through_queue(
-        mix, block_bytes=limits.chunk_bytes, depth=limits.depth, seconds=_RUN_S
-    )
-    return float(done.read_bytes + done.written_bytes) / 1e9 / float(done.seconds)
+class _Drive:
+    """Runs on a file below `folder`, and what others do to its drive meanwhile."""
+
+    def __init__(self, bench: IoBench, folder: Path) -> None:
+        self.path: str = bench.path
+        self._bench = bench
+        self._folder = folder
+        self._moved_bytes = 0
+        self._all_bytes_before = drive_bytes(folder)
+
+    def rate(self, mix: str, limits: Limits) -> float:
+        """GB/s."""
+        done = self._bench.through_queue(
+            mix, block_bytes=limits.chunk_bytes, depth=limits.depth, seconds=_RUN_S
+        )
+        moved_bytes = done.read_bytes + done.written_bytes
+        self._moved_bytes += moved_bytes
+        return float(moved_bytes) / 1e9 / float(done.seconds)
+
+    def check_that_it_was_ours(self) -> None:
+        """Rates that were measured beside others' would be kept for as long as the volume is."""
+        all_bytes = drive_bytes(self._folder)
+        if all_bytes is None or self._all_bytes_before is None:
+            return
+        others_bytes = all_bytes - self._all_bytes_before - self._moved_bytes
+        if others_bytes > _OTHERS_MAX * self._moved_bytes:
+            raise Refused(
+                StatusCode.UNAVAILABLE,
+                f"the drive is too busy to be measured: other processes moved "
+                f"{format_size(others_bytes)} meanwhile, beside {format_size(self._moved_bytes)} "
+                "of the measurement; calibrate when nothing else uses it",
+            )
+
+
+def drive_bytes(folder: Path) -> int | None:
+    """Bytes that the drive of `folder` has read and written for all, since it is there. None where
+    the file system has no single drive that the kernel counts: btrfs, overlays, network."""
+    number = folder.stat().st_dev
+    path = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat")
+    try:
+        fields = path.read_text(encoding="ascii").split()
+    except OSError:
+        return None
+    return (int(fields[2]) + int(fields[6])) * _SECTOR_BYTES

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ from memd.cli import main
 from memd.refusal import Refused, StatusCode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 # The temporary folder may lie in memory.
 BUILD = Path(__file__).parents[2] / "build"
@@ -156,6 +158,7 @@ def test_calibrating_measures_reads_writes_and_both_and_keeps_what_it_chose(
     monkeypatch.setattr(calibration, "_FILE_BYTES", 64 * MIB)
     monkeypatch.setattr(calibration, "_RUN_S", 0.001)
     monkeypatch.setattr(calibration, "_TRUSTED", 0.0)  # others may use this disk
+    monkeypatch.setattr(calibration, "_OTHERS_MAX", float("inf"))
     monkeypatch.setattr(
         calibration,
         "_candidate_sets",
@@ -182,6 +185,45 @@ def test_calibrating_measures_reads_writes_and_both_and_keeps_what_it_chose(
     finally:
         kept.unlink(missing_ok=True)
     assert not (BUILD / "memd.bench").exists()
+
+
+def test_a_drive_that_others_use_meanwhile_is_not_calibrated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(calibration, "_FILE_BYTES", 64 * MIB)
+    monkeypatch.setattr(calibration, "_RUN_S", 0.001)
+    monkeypatch.setattr(calibration, "_TRUSTED", 0.0)
+    monkeypatch.setattr(calibration, "_WRITING_PART", float("inf"))
+    monkeypatch.setattr(calibration, "QUICK_S", 1.5)
+    monkeypatch.setattr(
+        calibration, "_candidate_sets", lambda: [[Limits(depth=1, chunk_bytes=64 * KIB)]]
+    )
+    monkeypatch.setattr(calibration, "worth_measuring", lambda folder, volume_bytes: True)
+    BUILD.mkdir(exist_ok=True)
+    if calibration.drive_bytes(BUILD) is None:
+        pytest.skip(f"the kernel counts no single drive of {BUILD}")
+    with another_that_writes(BUILD / "memd.other"), caplog.at_level(logging.WARNING):
+        assert calibration.measure_for_new_volumes([BUILD], volume_bytes=8 << 30) == {}
+    said = vars(caplog.records[-1])["reason"]
+    assert "too busy to be measured: other processes moved " in said
+    assert "memd bench io --calibrate" in caplog.records[-1].getMessage()
+
+
+@contextlib.contextmanager
+def another_that_writes(path: Path) -> Iterator[None]:
+    """A process that writes all the time, past the kernel's cache, as another daemon would."""
+    command = ["dd", "if=/dev/zero", f"of={path}", "bs=1M", "count=64", "oflag=direct"]
+    command += ["conv=notrunc", "status=none"]
+    script = 'echo; while "$@"; do :; done'
+    process = subprocess.Popen(["sh", "-c", script, "sh", *command], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield
+    finally:
+        process.kill()
+        process.communicate()  # until dd has ended too
+        path.unlink(missing_ok=True)
 
 
 def test_a_drive_that_is_too_slow_for_the_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
