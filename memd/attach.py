@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 from memd import __version__
 from memd.peers import Peer, Session
 from memd.refusal import Refused
+from memd.users import by_whom
 from memd_native import PROTOCOL_VERSION, StatusError
 from memd_proto.v1 import attach_pb2
 
@@ -235,8 +236,7 @@ class AttachListener:
         values = {
             "session": session.session_id,
             "job": session.job_name,
-            "pid": peer.pid,
-            "uid": peer.uid,
+            **by_whom(uid=peer.uid, pid=peer.pid),
             "reason": reason,
         }
         began = time.monotonic()

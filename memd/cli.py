@@ -14,7 +14,7 @@ import click
 
 from memd import __version__
 from memd.config import DEFAULT_FILE, Settings, SettingsError, load, shown
-from memd.failures import Damaged, failure_of
+from memd.failures import Damaged, Fatal, WrongUse, failure_of
 from memd.printing import print_json, print_table
 from memd.refusal import Refused, StatusCode
 from memd.sizes import format_size
@@ -137,12 +137,19 @@ def serve(
 ) -> None:
     """The daemon, in the foreground. Prints one line when it is ready."""
     from memd import log
+    from memd.config import log_format_wanted
     from memd.daemon import Daemon, Options
     from memd_native import StatusError
 
-    configuration = configuration_of(config_file, flags)
+    try:
+        configuration = configuration_of(config_file, flags)
+    except SettingsError as error:
+        log_format = log_format_wanted(flags=flags, environ=os.environ, file=config_file)
+        log.configure(log_format=log_format, log_level="info")
+        raise Fatal(WrongUse(str(error))) from error
     settings = configuration.settings
     log.configure(log_format=settings.log_format, log_level=settings.log_level)
+    log.tell_uncaught_errors()
     daemon = Daemon(
         configuration,
         options=Options(parent_pid=parent_pid, lock_required=not unlocked_ok),
@@ -152,7 +159,11 @@ def serve(
     try:
         daemon.run()
     except StatusError as error:
-        raise click.ClickException(str(error)) from error
+        raise Fatal(failure_of(Refused(StatusCode(error.code), str(error)))) from error
+    except Refused as error:
+        raise Fatal(failure_of(error)) from error
+    except SettingsError as error:
+        raise Fatal(WrongUse(str(error))) from error
 
 
 @main.command()

@@ -142,23 +142,41 @@ def shown(settings: Settings) -> dict[str, str]:
     return texts
 
 
+def log_format_wanted(
+    *, flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
+) -> str:
+    """The format in which to say that these settings cannot be used."""
+    raw = flags.get("log_format") or environ.get("MEMD_LOG_FORMAT")
+    try:
+        if raw is None:
+            raw = _table(file, environ)[0].get("log_format")
+        return str(_PARSERS["log_format"](raw))
+    except (SettingsError, ValueError):
+        return Settings().log_format
+
+
 def _from_file(file: Path | None, environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    table, origin = _table(file, environ)
+    for name in table:
+        if name not in _PARSERS:
+            raise SettingsError(f"{origin}: {_unknown(name, list(_PARSERS))}")
+    return {name: (value, origin) for name, value in table.items()}
+
+
+def _table(file: Path | None, environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """Settings of the file, and its path."""
     if file is None and "MEMD_CONFIG" in environ:
         file = Path(environ["MEMD_CONFIG"])
     if file is None:
         if not DEFAULT_FILE.exists():
-            return {}
+            return {}, ""
         file = DEFAULT_FILE
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8")), str(file)
     except OSError as error:
         raise SettingsError(f"{file}: cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{file}: is not TOML: {error}") from error
-    for name in table:
-        if name not in _PARSERS:
-            raise SettingsError(f"{file}: {_unknown(name, list(_PARSERS))}")
-    return {name: (value, str(file)) for name, value in table.items()}
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:

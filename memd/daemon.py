@@ -18,9 +18,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memd import attach, calibration
+from memd import __version__, attach, calibration
 from memd import log as logs
-from memd.config import RELOADABLE, SettingsError
+from memd.config import RELOADABLE, SettingsError, shown
 from memd.keeper import find_keeper
 from memd.metrics import DaemonCollector, MetricsServer
 from memd.peers import DESCRIPTORS_MAX, Peers
@@ -28,6 +28,7 @@ from memd.refusal import Refused, StatusCode
 from memd.service.control import ControlServer
 from memd.sizes import format_size
 from memd.systemd import Notifier, listening_socket
+from memd.watcher import Watcher
 from memd_native import EXTENTS_ARE_HASHED, Server
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Daemon:
         """Serves until a signal or the parent's death ends it. StatusError, Refused and
         SettingsError say why it cannot start."""
         settings = self._settings
+        log.info("starting", extra={"version": __version__, "pid": os.getpid(), **shown(settings)})
         _raise_descriptor_limit()
         with contextlib.ExitStack() as stack:
             parent = self._watched_parent()
@@ -110,7 +112,7 @@ class Daemon:
                 with self._told_of_metrics():
                     metrics.start(DaemonCollector(server, peers=peers, gate=control.gate))
                 stack.callback(metrics.stop)
-            listener.adopt(server.kept_sessions())
+            self._adopt(server, listener)
             listener.start()
             stack.callback(listener.stop)
             stack.callback(self._look_for_sessions, peers)
@@ -158,6 +160,7 @@ class Daemon:
         keeper = find_keeper(
             self._settings.holder_socket,
             seconds=self._settings.holder_seconds,
+            log_format=self._settings.log_format,
             environ=self._environ,
             notifier=self._notifier,
         )
@@ -178,6 +181,20 @@ class Daemon:
             if not is_needed:
                 keeper.end()
             keeper.close()
+
+    def _adopt(self, server: Server, listener: attach.AttachListener) -> None:
+        sessions = server.kept_sessions()
+        report = server.report()
+        if sessions or report.pool.kept_bytes:
+            log.info(
+                "memory of the daemon before is taken over",
+                extra={
+                    "kept_bytes": report.pool.kept_bytes,
+                    "jobs": report.job_count,
+                    "sessions": len(sessions),
+                },
+            )
+        listener.adopt(sessions)
 
     def _look_for_sessions(self, peers: Peers) -> None:
         """At the end of the draining: without a living session all that counts is on disk."""
@@ -337,6 +354,7 @@ class Daemon:
         interval_s = self._notifier.watchdog_s
         heartbeat = -1
         has_net = keeper is not None
+        watcher = Watcher(server)
         pause_s = min(interval_s / 2 if interval_s else _LOOK_S, _LOOK_S)
         with selectors.DefaultSelector() as selector:
             selector.register(signal_fd, selectors.EVENT_READ, "signal")
@@ -368,6 +386,7 @@ class Daemon:
                         "not outlive this daemon; restart memd to be safe again"
                     )
                 control.look()
+                watcher.look()
                 # A data plane that hangs is restarted by systemd: its heartbeat has to grow.
                 if interval_s and (beat := server.heartbeat()) != heartbeat:
                     heartbeat = beat

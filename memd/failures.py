@@ -3,9 +3,14 @@ use."""
 
 from __future__ import annotations
 
+import logging
+from typing import IO, Any
+
 import click
 
 from memd.refusal import Refused, StatusCode, Unreachable
+
+log = logging.getLogger(__name__)
 
 
 class Damaged(click.ClickException):
@@ -22,6 +27,17 @@ class WrongUse(click.ClickException):
     """The command could not even begin."""
 
     exit_code = 2
+
+
+class Fatal(click.ClickException):
+    """The daemon cannot serve: one event of its log, and the exit code of the failure."""
+
+    def __init__(self, failure: click.ClickException) -> None:
+        super().__init__(failure.message)
+        self.exit_code = failure.exit_code  # type: ignore[misc]  # click has one a class
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        log.critical("cannot serve", extra={"reason": self.message})
 
 
 def failure_of(refused: Refused) -> click.ClickException:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import json
 import os
 import resource
 import selectors
@@ -22,7 +23,9 @@ import socket
 import struct
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 # Descriptors of one packet; the kernel takes 253.
 DESCRIPTORS_MAX = 64
@@ -36,6 +39,8 @@ _LOOK_S = 2.0
 # For a daemon that died, until its last packet and the end of its connection are read; and for one
 # that takes what is kept.
 _PATIENCE_S = 30.0
+
+_log_format = "text"
 
 
 class Holder:
@@ -110,7 +115,7 @@ class Holder:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         uid = _UCRED.unpack(credentials)[1]
         if uid != os.geteuid():
-            _say(f"a process of user {uid} was refused")
+            _say("warning", "a daemon of another user was refused", uid=uid)
             connection.close()
             return None
         connection.settimeout(_PATIENCE_S)
@@ -128,7 +133,11 @@ class Holder:
             self._is_over = True
             return True
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-            _say("a descriptor did not come through; is the limit of open files too small?")
+            _say(
+                "error",
+                "a descriptor did not come through; is the limit of open files too small?",
+                descriptors=self.count,
+            )
         lines = packet.decode(errors="replace").splitlines()
         words = dict(line.split("=", 1) for line in lines if "=" in line)
         name = words.get("FDNAME", "")
@@ -159,7 +168,7 @@ class Holder:
                 _send(daemon, packet, [self._kept[name] for name in part])
             _send(daemon, f"{_COUNT}{len(names)}\n".encode(), [])
         except OSError as error:
-            _say(f"a daemon did not take what is kept: {error}")
+            _say("error", "a daemon did not take what is kept", reason=error)
             daemon.close()
             return False
         return True
@@ -224,11 +233,26 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _say(text: str) -> None:
+def _say(level: str, event: str, **values: object) -> None:
+    """One event a line, as the daemon's log: see log.py, which this process cannot import."""
+    moment = datetime.now(UTC).isoformat(timespec="milliseconds")
+    record: dict[str, Any] = {"time": moment, "level": level, "event": event}
+    record |= {"logger": "memd.holder", "pid": os.getpid(), **values}
     # The reader of our output may be gone.
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"memd holder {os.getpid()}: {text}\n")
+        sys.stderr.write(f"{line_of(record, log_format=_log_format)}\n")
         sys.stderr.flush()
+
+
+def line_of(record: dict[str, Any], *, log_format: str) -> str:
+    if log_format == "json":
+        return json.dumps(record, default=str)
+    return " ".join(f"{name}={_quoted(value)}" for name, value in record.items())
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return text if text and text.isprintable() and not set(text) & set(' ="') else json.dumps(text)
 
 
 def main() -> None:
@@ -237,7 +261,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--listening-fd", type=int, required=True)
     parser.add_argument("--daemon-fd", type=int, required=True)
+    parser.add_argument("--log-format", choices=("text", "json"), default="text")
     arguments = parser.parse_args()
+    global _log_format  # of the process: whatever goes wrong is said in it
+    _log_format = arguments.log_format
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("memd-holder", encoding="utf-8")
     # Signals of a terminal or of a daemon's group are not for us; our own session keeps most away.
@@ -253,7 +280,12 @@ def main() -> None:
     )
     reason = holder.run()
     if holder.count:
-        _say(f"ended, and {holder.count} descriptors with what they kept: {reason}")
+        _say(
+            "info",
+            "ended, and with it the memory that it kept",
+            descriptors=holder.count,
+            reason=reason,
+        )
     holder.remove_socket()
 
 

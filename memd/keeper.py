@@ -59,7 +59,12 @@ class Keeper:
 
 
 def find_keeper(
-    path: Path, *, seconds: float, environ: Mapping[str, str], notifier: Notifier
+    path: Path,
+    *,
+    seconds: float,
+    log_format: str = "text",
+    environ: Mapping[str, str],
+    notifier: Notifier,
 ) -> Keeper | None:
     """systemd's store where there is one, the holder that listens at `path`, or a new one. None
     where `seconds` is 0: nothing in memory outlives the daemon then. The caller holds the lock of
@@ -75,7 +80,7 @@ def find_keeper(
             return found
         found.end()
         found.close()
-    return _new_holder(path, seconds=seconds) if seconds > 0 else None
+    return _new_holder(path, seconds=seconds, log_format=log_format) if seconds > 0 else None
 
 
 def _running_holder(path: Path) -> Keeper | None:
@@ -112,7 +117,7 @@ def _running_holder(path: Path) -> Keeper | None:
     return Keeper(connection=connection, kept=kept, is_holder=True)
 
 
-def _new_holder(path: Path, *, seconds: float) -> Keeper:
+def _new_holder(path: Path, *, seconds: float, log_format: str) -> Keeper:
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mask = os.umask(0o177)  # nobody else may connect, not even before a chmod
     try:
@@ -130,7 +135,7 @@ def _new_holder(path: Path, *, seconds: float) -> Keeper:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with listening, theirs:
         command = [sys.executable, "-I", "-S", holder.__file__, "--socket", str(path)]
-        command += ["--seconds", str(seconds)]
+        command += ["--seconds", str(seconds), "--log-format", log_format]
         command += ["--listening-fd", str(listening.fileno())]
         command += ["--daemon-fd", str(theirs.fileno())]
         # A session of its own: what kills the daemon's group does not kill it. A pipe for our

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,25 @@ def configure(*, log_format: str, log_level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=log_level.upper(), force=True)
+
+
+def tell_uncaught_errors() -> None:
+    """An error that ends a thread or the process is an event too: one line with its traceback."""
+    log = logging.getLogger("memd")
+
+    def tell_of_process(*error: Any) -> None:
+        log.critical("ended by an error that is a bug", exc_info=error)
+
+    def tell_of_thread(arguments: threading.ExceptHookArgs) -> None:
+        error = arguments.exc_value
+        log.critical(
+            "a thread ended by an error that is a bug",
+            extra={"thread_name": arguments.thread.name if arguments.thread else "unknown"},
+            exc_info=error,
+        )
+
+    sys.excepthook = tell_of_process
+    threading.excepthook = tell_of_thread
 
 
 class JsonFormatter(logging.Formatter):

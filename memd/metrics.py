@@ -12,7 +12,7 @@ from itertools import accumulate
 from socketserver import TCPServer
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -476,6 +476,7 @@ class MetricsServer:
         """OSError where nothing can listen there."""
         host, _, port = endpoint.rpartition(":")
         self._registry = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=self._registry)
         self._http = _HttpServer((host.strip("[]"), int(port)), self._registry, is_ready)
         self._thread = threading.Thread(
             target=self._http.serve_forever, name="memd-metrics", daemon=True

@@ -12,3 +12,8 @@ def user_name(uid: int) -> str:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
+
+
+def by_whom(*, uid: int, pid: int) -> dict[str, object]:
+    """The user of an event of the log, and the process."""
+    return {"user": user_name(uid), "uid": uid, "pid": pid}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from memd.service import access, wire
 from memd.service.snapshot_stream import SnapshotStream
+from memd.users import by_whom
 from memd_proto.v1 import job_pb2
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import grpc
 
     from memd.service.call import Call
-    from memd_native import Server
+    from memd_native import JobInfo, Server, SnapshotInfo
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,9 @@ class JobService:
     def DropJob(self, request: job_pb2.DropJobRequest, call: Call) -> job_pb2.DropJobResponse:
         job = access.administered_job(self._server, request.name, uid=call.peer.uid)
         self._server.drop_job(job.job_id, force=request.force)
+        log.info(
+            "job dropped", extra={"job": job.name, "step": job.committed_step, **_caller(call)}
+        )
         return job_pb2.DropJobResponse()
 
     def SetJobWeight(
@@ -59,6 +63,7 @@ class JobService:
         job = access.administered_job(self._server, request.name, uid=call.peer.uid)
         access.check_job_weight(request.weight, job, uid=call.peer.uid)
         self._server.set_job_weight(job.job_id, request.weight)
+        log.info("job weighted", extra={"job": job.name, "weight": request.weight, **_caller(call)})
         return job_pb2.SetJobWeightResponse()
 
     def CreateSnapshot(
@@ -73,6 +78,7 @@ class JobService:
             number=request.number,
             timeout_s=call.timeout_s(),
         )
+        _log_snapshot("snapshot created", job, snapshot, call)
         return job_pb2.CreateSnapshotResponse(snapshot=wire.snapshot_message(snapshot))
 
     def ListSnapshots(
@@ -90,6 +96,7 @@ class JobService:
         snapshot = self._server.restore_snapshot(
             job.job_id, request.name, timeout_s=call.timeout_s()
         )
+        _log_snapshot("job restored", job, snapshot, call)
         return job_pb2.RestoreSnapshotResponse(snapshot=wire.snapshot_message(snapshot))
 
     def ReadSnapshot(
@@ -104,9 +111,7 @@ class JobService:
             piece_first=request.piece_first,
             identity=request.identity,
         )
-        log.info(
-            "export begun", extra={"job": job.name, "snapshot": request.name, "uid": call.peer.uid}
-        )
+        log.info("export begun", extra={"job": job.name, "snapshot": request.name, **_caller(call)})
 
         def end() -> None:
             with self._lock:
@@ -130,4 +135,23 @@ class JobService:
     ) -> job_pb2.DropSnapshotResponse:
         job = access.administered_job(self._server, request.job, uid=call.peer.uid)
         self._server.drop_snapshot(job.job_id, request.name, timeout_s=call.timeout_s())
+        log.info(
+            "snapshot dropped", extra={"job": job.name, "snapshot": request.name, **_caller(call)}
+        )
         return job_pb2.DropSnapshotResponse()
+
+
+def _caller(call: Call) -> dict[str, object]:
+    return by_whom(uid=call.peer.uid, pid=call.peer.pid)
+
+
+def _log_snapshot(event: str, job: JobInfo, snapshot: SnapshotInfo, call: Call) -> None:
+    log.info(
+        event,
+        extra={
+            "job": job.name,
+            "snapshot": snapshot.name,
+            "step": snapshot.step,
+            **_caller(call),
+        },
+    )

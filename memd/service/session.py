@@ -13,7 +13,7 @@ from memd.peers import Session
 from memd.refusal import Refused, StatusCode
 from memd.service import access, wire
 from memd.service.declarations import Declarations
-from memd.users import user_name
+from memd.users import by_whom, user_name
 from memd_native import PROTOCOL_VERSION
 from memd_proto.v1 import session_pb2
 
@@ -44,7 +44,7 @@ class SessionService:
         peer = call.peer
         # Before a job is made for nobody, and then of the job that there is.
         self._peers.check_session(peer, job_id=0)
-        job = self._open_job(request, uid=peer.uid)
+        job = self._open_job(request, call)
         self._peers.check_session(peer, job.job_id)
         grant = self._server.attach(
             job.job_id,
@@ -54,6 +54,15 @@ class SessionService:
             timeout_s=call.timeout_s(),
         )
         self._hand_over(grant, job, request, call)
+        log.info(
+            "session attached",
+            extra={
+                "session": grant.session_id,
+                "job": job.name,
+                "step": job.committed_step,
+                **by_whom(uid=peer.uid, pid=peer.pid),
+            },
+        )
         return session_pb2.AttachResponse(
             session_id=grant.session_id,
             job_id=job.job_id,
@@ -84,6 +93,14 @@ class SessionService:
         grant = self._server.resume_session(
             session.session_id, pid=peer.pid, start_time=peer.start_time, uid=peer.uid
         )
+        log.info(
+            "session resumed",
+            extra={
+                "session": session.session_id,
+                "job": job.name,
+                **by_whom(uid=peer.uid, pid=peer.pid),
+            },
+        )
         return session_pb2.AttachResponse(
             session_id=session.session_id,
             job_id=job.job_id,
@@ -100,7 +117,17 @@ class SessionService:
     def Detach(self, request: session_pb2.DetachRequest, call: Call) -> session_pb2.DetachResponse:
         session = self._peers.session(call.peer, request.session_id)
         self._peers.remove_session(call.peer, session.session_id)
-        return session_pb2.DetachResponse(leases_dropped=self._server.detach(session.session_id))
+        leases = self._server.detach(session.session_id)
+        log.info(
+            "session detached",
+            extra={
+                "session": session.session_id,
+                "job": session.job_name,
+                "leases": leases,
+                **by_whom(uid=call.peer.uid, pid=call.peer.pid),
+            },
+        )
+        return session_pb2.DetachResponse(leases_dropped=leases)
 
     def Declare(
         self, request: session_pb2.DeclareRequest, call: Call
@@ -193,7 +220,8 @@ class SessionService:
         shard = self._server.find_shard(session.job_id, request.name)
         return session_pb2.GetShardResponse(shard=wire.shard_message(shard))
 
-    def _open_job(self, request: session_pb2.AttachRequest, *, uid: int) -> JobInfo:
+    def _open_job(self, request: session_pb2.AttachRequest, call: Call) -> JobInfo:
+        uid = call.peer.uid
         with self._opening:
             existing = access.find(self._server, request.job)
             if existing is not None and existing.uid != uid:
@@ -201,7 +229,7 @@ class SessionService:
                 raise access.foreign_job(existing, uid=uid)
             if existing is None:
                 self._check_job_count(uid)
-            return self._server.open_job(
+            job = self._server.open_job(
                 request.job,
                 uid=uid,
                 host_bytes=request.host_bytes,
@@ -209,6 +237,14 @@ class SessionService:
                 fresh=request.fresh,
                 durability=request.durability,
             )
+        caller = {"job": job.name, **by_whom(uid=uid, pid=call.peer.pid)}
+        if existing is not None and request.fresh:
+            reason = {"step": existing.committed_step, "reason": "connect(fresh=True)"}
+            log.info("job dropped", extra={**caller, **reason})
+        if job.created:
+            quotas = {"host_bytes": job.host_bytes, "nvme_bytes": job.nvme_bytes}
+            log.info("job created", extra={**caller, **quotas, "durability": job.durability})
+        return job
 
     def _check_job_count(self, uid: int) -> None:
         """A user leaves a quarter of the jobs to others; root and the daemon's user take them."""

@@ -83,7 +83,8 @@ def generate() -> str:
             settings(),
             "\n## Metrics\n",
             metrics(),
-            "",
+            "\n`process_*` are those of every Prometheus client: processor time, memory, open "
+            "descriptors and the start of the\ndaemon's process.\n",
         ]
     )
 

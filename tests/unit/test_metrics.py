@@ -73,6 +73,8 @@ def test_the_figures_of_the_data_plane_are_exported(scraped: Scraped) -> None:
     assert found["memd_pool_bytes,state=free,tier=host"] == 32 << 20
     assert found["memd_pool_bytes,state=used,tier=nvme"] == (1 << 30) * 3 // 4
     assert found["memd_clients"] == 1
+    assert found["process_resident_memory_bytes"] > 1 << 20
+    assert found["process_open_fds"] > 3
     assert found["memd_committed_step,memd_job=gpt"] == 0
     assert found["memd_job_lost_shards,memd_job=gpt"] == 0
     assert found["memd_job_unreadable_shards,memd_job=gpt"] == 0

@@ -1,0 +1,143 @@
+"""The log of a real daemon: what operators look for is there, one event a line."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+from memd_proto.v1 import job_pb2, session_pb2
+from tests.daemons import TIMEOUT_S, Attached
+from tests.golden import image
+from tests.integration.test_scrub import unpacked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.daemons import Daemons
+
+Event = dict[str, Any]
+BLOCK = 4096
+
+
+def events(log: Path) -> list[Event]:
+    """Each line is an event; a last one that is being written is not."""
+    text = log.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def wait_for(log: Path, is_it: Callable[[Event], bool]) -> Event:
+    end = time.monotonic() + TIMEOUT_S
+    while not (found := [event for event in events(log) if is_it(event)]):
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.05)
+    return found[0]
+
+
+def test_a_job_s_life_is_told_with_who_did_it(daemons: Daemons) -> None:
+    daemon = daemons.start("--log-format", "json", name="life")
+    with Attached(daemon.attach_socket) as client:
+        session = client.attach("gpt", durability="every:3").session_id
+        client.call(client.sessions.Detach, session_pb2.DetachRequest(session_id=session))
+        client.attach("gpt", fresh=True)
+        client.call(client.jobs.DropJob, job_pb2.DropJobRequest(name="gpt", force=True))
+    assert daemon.stop() == 0
+    told = events(daemon.log)
+    start = told[0]
+    assert start["event"] == "starting"
+    assert (start["host"], start["nvme"], start["log_format"]) == ("64MiB", "512MiB", "json")
+    assert start["scrub"] == "16MiB"
+    of_job = [event for event in told if event.get("job") == "gpt"]
+    assert [event["event"] for event in of_job] == [
+        "job created",
+        "session attached",
+        "session detached",
+        "job dropped",
+        "job created",
+        "session attached",
+        "job dropped",
+    ]
+    assert of_job[0]["durability"] == "every:3"
+    assert of_job[3]["reason"] == "connect(fresh=True)"
+    assert of_job[1]["session"] == of_job[2]["session"] == session
+    for event in of_job:
+        assert event["user"] == getpass.getuser()
+        assert (event["uid"], event["pid"]) == (os.getuid(), os.getpid())
+        assert event["level"] == "info"
+
+
+def test_a_lost_shard_and_the_scrub_that_found_it_are_told(daemons: Daemons) -> None:
+    volume, nvme = unpacked(daemons, "flipped-log")
+    data = bytearray(volume.read_bytes())
+    block = image.pattern("blob", image.UINT8, BLOCK)
+    at = next(at for at in range(2 << 20, len(data), BLOCK) if data[at : at + BLOCK] == block)
+    data[at + 5] ^= 1
+    volume.write_bytes(data)
+    daemon = daemons.start(
+        "--log-format", "json", name="flipped-log", nvme=nvme, environ={"MEMD_SCRUB": "1GiB"}
+    )
+    damage = wait_for(daemon.log, lambda event: event["event"] == "scrub found damage")
+    assert damage["level"] == "error"
+    assert f"{volume} at {at}, " in damage["reason"]
+    lost = wait_for(daemon.log, lambda event: event["event"].startswith("shards lost"))
+    assert (lost["job"], lost["shards"], lost["count"]) == (image.JOB, "blob", 1)
+    ended = wait_for(daemon.log, lambda event: event["event"] == "scrub pass ended")
+    assert ended["errors"] == 1
+    assert daemon.stop() == 0
+
+
+def test_a_takeover_and_a_holder_s_end_are_told_in_the_same_format(daemons: Daemons) -> None:
+    settings = ("--log-format", "json", "--holder-seconds", "2")
+    first = daemons.start(*settings, name="taken")
+    with Attached(first.attach_socket) as client:
+        client.attach("gpt")
+        first.process.kill()
+        first.process.wait(TIMEOUT_S)
+        second = daemons.start(*settings, name="taken")
+        taken = wait_for(second.log, lambda event: "is taken over" in event["event"])
+        assert taken["kept_bytes"] > 0
+        assert (taken["jobs"], taken["sessions"]) == (1, 1)
+        second.process.kill()
+        second.process.wait(TIMEOUT_S)
+    # The first daemon started the holder, which writes where that did.
+    end = wait_for(first.log, lambda event: event["logger"] == "memd.holder")
+    assert end["event"] == "ended, and with it the memory that it kept"
+    assert end["reason"] == "no daemon came for 2 s"
+    assert end["descriptors"] > 0
+
+
+def test_why_a_daemon_does_not_start_is_the_last_event(daemons: Daemons, tmp_path: Path) -> None:
+    file = tmp_path / "memd.toml"
+
+    def end_of(text: str, **settings: str) -> tuple[int, Event]:
+        file.write_text(text)
+        answer = subprocess.run(
+            daemons.command("--config", str(file), name="wrong", **settings),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_S,
+        )
+        lines = [json.loads(line) for line in answer.stderr.splitlines()]
+        assert lines[-1]["level"] == "critical"
+        return answer.returncode, lines[-1]
+
+    status, event = end_of('log_format = "json"\nmax_job = 5\n')
+    assert status == 2
+    assert "did you mean 'max_jobs'?" in event["reason"]
+    status, event = end_of('log_format = "json"\n', data="/nowhere/at/all")
+    assert status == 1
+    assert "does not exist; create it" in event["reason"]
+    volume, nvme = unpacked(daemons, "damaged")
+    length = volume.stat().st_size
+    with volume.open("r+b") as data:
+        for at in (0, 1 << 20, length - (2 << 20), length - (1 << 20)):  # all superblocks
+            data.seek(at + 100)
+            data.write(b"damage")
+    status, event = end_of('log_format = "json"\n', data=str(volume.parent), nvme=nvme)
+    assert status == 3
+    assert str(volume) in event["reason"]
