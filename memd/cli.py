@@ -614,6 +614,31 @@ def folders_of(config_file: Path | None, data: tuple[str, ...]) -> tuple[Path, .
 
 
 @main.command()
+@setting_flags
+@json_option
+def doctor(config_file: Path | None, as_json: bool, **flags: Any) -> None:
+    """Names what of this machine stands in memd's way, each with what to do.
+
+    A daemon that answers is asked. Else this looks at what `memd serve` of the calling user would
+    need: memory and its locking, huge pages, io_uring and other system calls,
+    the file systems of the data folders and the cost of a sync, the group of the sockets, the port
+    of the metrics. Give it the same --config and flags. It writes a file memd.doctor into each data
+    folder and removes it.
+
+    Exit codes: 0 nothing is in the way, notes or not; 1 an obstacle; 2 wrong use.
+    """
+    from memd.client import DaemonClient
+    from memd.doctor import command
+    from memd.doctor.finding import State
+
+    settings = configuration_of(config_file, flags).settings
+    found = command.run(settings, lambda: DaemonClient(settings.attach_socket))
+    print_json(command.records(found)) if as_json else command.print_for_people(found)
+    if any(each.state is State.OBSTACLE for each in found):
+        sys.exit(1)
+
+
+@main.command()
 @json_option
 def version(as_json: bool) -> None:
     """The version of memd."""

@@ -1,0 +1,1 @@
+"""`memd doctor`: what of this machine stands in memd's way, each with what to do."""
