@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from memd import __version__
 from memd.peers import Peer, Session
-from memd.refusal import Refused
+from memd.refusal import Refused, StatusCode
 from memd.users import by_whom
 from memd_native import PROTOCOL_VERSION, StatusError
 from memd_proto.v1 import attach_pb2
@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 
 _UCRED = struct.Struct("iII")  # pid, uid, gid
 _SO_PEERPIDFD = 77  # Linux 6.5; the socket module does not name it
+_OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
+_UID_MAP = Path("/proc/self/uid_map")
+_UIDS_ALL = (1 << 32) - 1  # one number is no user
 # SegmentsWanted has 18 bytes at most; what is longer is no message of ours.
 _PACKET_BYTES_MAX = 256
 _BACKLOG = 128
@@ -161,17 +164,23 @@ class AttachListener:
             log.warning("an attaching process cannot be identified", extra={"reason": str(error)})
             connection.close()
             return
+        except Refused as refused:
+            self._refuse(connection, refused)
+            return
         self._welcome(peer, connection)
+
+    def _refuse(self, connection: socket.socket, refused: Refused, **values: int) -> None:
+        log.warning("connection refused", extra={**values, "reason": str(refused)})
+        welcome = attach_pb2.Welcome(protocol_version=PROTOCOL_VERSION, refusal=str(refused))
+        _send_or_forget(connection, welcome.SerializeToString())
+        connection.close()
 
     def _welcome(self, peer: Peer, connection: socket.socket) -> None:
         welcome = attach_pb2.Welcome(protocol_version=PROTOCOL_VERSION)
         try:
             self._peers.add(peer)
         except Refused as refused:
-            welcome.refusal = str(refused)
-            log.warning("connection refused", extra={"uid": peer.uid, "reason": str(refused)})
-            _send_or_forget(connection, welcome.SerializeToString())
-            connection.close()
+            self._refuse(connection, refused, uid=peer.uid)
             os.close(peer.pidfd)
             return
         welcome.daemon_version = __version__
@@ -277,18 +286,55 @@ def bind(path: Path) -> socket.socket:
 
 
 def _identify(connection: socket.socket) -> Peer:
-    """OSError where the process has gone already."""
+    """OSError where the process has gone already; Refused where nothing tells it from others."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(credentials)
+    if _may_be_unmapped(uid):
+        raise Refused(
+            StatusCode.PERMISSION_DENIED,
+            f"the user of this process has no number in the daemon's user namespace, where it "
+            f"shows as {uid}, as all such users do; map it there, or run the daemon in the "
+            "machine's own user namespace",
+        )
     try:
         pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError as error:
         if error.errno != errno.ENOPROTOOPT:
             raise
+        if pid == 0:
+            raise Refused(
+                StatusCode.PERMISSION_DENIED,
+                "this process has no number in the daemon's PID namespace, and this kernel hands "
+                "out no pidfd of it (SO_PEERPIDFD); use Linux 6.5 or newer, or let the daemon "
+                "share the machine's PID namespace (hostPID)",
+            ) from error
         pidfd = _pidfd_by_number(pid)
     return Peer(
-        pid=pid, uid=uid, pidfd=pidfd, connection=connection, start_time=_start_time_or_none(pid)
+        pid=pid,
+        uid=uid,
+        pidfd=pidfd,
+        connection=connection,
+        start_time=_start_time_or_none(pid),
+        pidfd_inode=_inode_or_none(pidfd),
     )
+
+
+def _may_be_unmapped(uid: int) -> bool:
+    """The kernel shows users whom this namespace does not map as one, whom it may map too."""
+    if uid != int(_OVERFLOW_UID.read_text(encoding="utf-8")):
+        return False
+    counts = [int(line.split()[2]) for line in _UID_MAP.read_text(encoding="utf-8").splitlines()]
+    return sum(counts) < _UIDS_ALL
+
+
+def _inode_or_none(pidfd: int) -> int:
+    """0 before Linux 6.9, where all pidfds share an inode with other anonymous descriptors."""
+    inode, device = os.fstat(pidfd).st_ino, os.fstat(pidfd).st_dev
+    anonymous = os.eventfd(0, os.EFD_CLOEXEC)
+    try:
+        return 0 if os.fstat(anonymous).st_dev == device else inode
+    finally:
+        os.close(anonymous)
 
 
 def _pidfd_of(pid: int, start_time: int) -> int | None:

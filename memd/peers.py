@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import socket
@@ -27,7 +28,11 @@ SESSIONS_PER_JOB_MAX = 64
 SESSIONS_PER_PROCESS_MAX = 32
 DESCRIPTORS_MAX = 2 * PEERS_MAX + 2 * SESSIONS_MAX
 
-Process = tuple[int, int, int]  # pid, start time, uid
+# pid, start time, uid. Processes of sibling PID namespaces have no number here: then it is 0 and
+# the negative inode of the pidfd, or before Linux 6.9 the connection's negative number and 0.
+Process = tuple[int, int, int]
+
+_connection_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,15 +51,26 @@ class Peer:
     uid: int
     pidfd: int
     connection: socket.socket | None  # None: closed by the client, which may live on
-    start_time: int = 0  # clock ticks since boot; 0: not known, and no session can be resumed
+    start_time: int = 0  # clock ticks since boot; 0: not known
+    pidfd_inode: int = 0  # its process's alone for as long as the machine runs; 0: not known
     token: str = field(default_factory=lambda: secrets.token_hex(32))
     sessions: dict[int, Session] = field(default_factory=dict)
+    connection_number: int = field(default_factory=lambda: next(_connection_numbers))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether other connections of the process are known to be its own; else no session can be
+        resumed."""
+        return bool(self.start_time or self.pidfd_inode)
 
     @property
     def process(self) -> Process:
-        """The same for all connections of one process, and for those of no other whose start time
-        is known."""
-        return self.pid, self.start_time, self.uid
+        """The same for all connections of one process that is known, and for those of no other."""
+        if self.start_time:
+            return self.pid, self.start_time, self.uid
+        if self.pidfd_inode:
+            return 0, -self.pidfd_inode, self.uid
+        return -self.connection_number, 0, self.uid
 
 
 class Peers:
@@ -76,7 +92,7 @@ class Peers:
             if connected[peer.process] >= waiting[peer.process]:
                 taken = connected | waiting  # of each process the larger number
                 of_this_uid = sum(taken[process] for process in taken if process[2] == peer.uid)
-                of_this_process = connected[peer.process] if peer.start_time else 0
+                of_this_process = connected[peer.process]
                 is_back = waiting[peer.process] > 0
                 if of_this_process >= PEERS_PER_PROCESS_MAX and not is_back:
                     raise Refused(
@@ -144,8 +160,7 @@ class Peers:
             count = len(other.sessions)
             of_all += count
             of_user += count if other.uid == peer.uid else 0
-            is_same = other is peer or (peer.start_time and other.process == peer.process)
-            of_process += count if is_same else 0
+            of_process += count if other.process == peer.process else 0
             of_job += sum(each.job_id == job_id for each in other.sessions.values())
         for who, count, most in (
             (f"process {peer.pid}", of_process, SESSIONS_PER_PROCESS_MAX),
@@ -175,7 +190,7 @@ class Peers:
         such session. It may be that of a connection which seems to be open: the process has left it
         and nobody has read its end, or a forked data loader keeps it, so that there is none."""
         with self._lock:
-            if peer.token not in self._by_token or not peer.start_time:
+            if peer.token not in self._by_token or not peer.is_known:
                 return None
             for other in self._by_token.values():
                 if other.process == peer.process and session_id in other.sessions:

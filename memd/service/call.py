@@ -94,7 +94,7 @@ class Call:
         that process from others."""
         session = self.peer.sessions.get(getattr(request, "session_id", 0))
         return Holder(
-            caller=self.peer.process if self.peer.start_time else self.peer.token,
+            caller=self.peer.process if self.peer.is_known else self.peer.token,
             user=self.peer.uid,
             job=session.job_id if session is not None else None,
         )

@@ -158,6 +158,31 @@ def test_processes_that_cannot_be_told_apart_claim_nothing(connection: socket.so
     assert known.claim_session(second, 5) is None
 
 
+def test_processes_without_a_number_are_told_apart_by_their_pidfds(
+    connection: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "PEERS_PER_PROCESS_MAX", 2)
+    monkeypatch.setattr(peers, "SESSIONS_PER_PROCESS_MAX", 1)
+
+    def connected(inode: int) -> Peer:
+        peer = Peer(pid=0, uid=0, pidfd=-1, connection=connection, pidfd_inode=inode)
+        known.add(peer)
+        return peer
+
+    known = Peers()
+    first, other, again = connected(7), connected(8), connected(7)
+    with pytest.raises(Refused, match="has 2 of at most 2 connections"):
+        connected(7)
+    known.add_session(first, session(5))
+    known.add_session(other, session(6))
+    with pytest.raises(Refused, match="process 0 has 1 of at most 1 sessions"):
+        known.check_session(again, job_id=2)
+    assert known.claim_session(again, 6) is None
+    assert known.claim_session(again, 5) == session(5)
+    # Before Linux 6.9 nothing is the same for both of a process's connections.
+    assert connected(0).process != connected(0).process
+
+
 def test_a_peer_that_is_gone_has_no_session_for_calls_that_are_under_way() -> None:
     known = Peers()
     peer = Peer(pid=1, uid=1000, pidfd=os.memfd_create("pid"), connection=None, start_time=7)
