@@ -31,6 +31,10 @@ class InvalidArgument(MemdError, ValueError):
     """The caller asked for something that cannot be done. Nothing has changed."""
 
 
+class InUse(InvalidArgument):
+    """Somebody else uses what the call needs, and has to end first."""
+
+
 class UnknownName(MemdError, KeyError):
     """No shard or job has this name."""
 
@@ -105,7 +109,7 @@ _BY_CODE: dict[int, type[MemdError]] = {
     9: DeadlineExceeded,
     10: DaemonUnavailable,
     11: NotYet,
-    12: InvalidArgument,  # somebody uses it, who has to end first
+    12: InUse,
 }
 _DEVICE = 6
 CODE_NOT_FOUND = 2

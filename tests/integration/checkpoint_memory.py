@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from tests.integration.safetensors_memory import BASE_BYTES, peak, rss_anon_bytes
 
@@ -82,6 +82,14 @@ def main(address: str, folder: Path) -> None:
         path.unlink()
         with peak("dcp.save"):
             save(everything(), storage_writer=memd_client.checkpoint.Writer(folder / "b"))
+        with peak("dcp.async_save"):  # and training beside it
+            writer = memd_client.checkpoint.Writer(folder / "b")
+            future = async_save(everything(), storage_writer=writer)
+            for _ in range(2):
+                model(torch.ones(1, WIDTH)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            future.result()
         with peak("dcp.load"):
             state = everything()
             load(state, storage_reader=memd_client.checkpoint.Reader(folder / "b"))

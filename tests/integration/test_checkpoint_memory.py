@@ -25,6 +25,7 @@ WAYS = (
     "state_dict",
     "load_state_dict",
     "dcp.save",
+    "dcp.async_save",
     "dcp.load",
     "reset_state",
 )

@@ -31,7 +31,7 @@ from memd_native import MODE_OVERWRITE, MODE_READ, PART_GRADIENT, PART_VALUE
 from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 _INVALID_ARGUMENT, _NOT_FOUND, _ALREADY_EXISTS, _CAPACITY, _FENCED, _DEADLINE = 1, 2, 3, 5, 8, 9
 
@@ -597,6 +597,21 @@ class FakeDaemon:
         self.calls.append("create_snapshot")
         snapshot = job_pb2.Snapshot(name=request.name, step=self.committed_step)
         return job_pb2.CreateSnapshotResponse(snapshot=snapshot)
+
+    def list_snapshots(
+        self, request: job_pb2.ListSnapshotsRequest
+    ) -> job_pb2.ListSnapshotsResponse:
+        self.calls.append("list_snapshots")
+        return job_pb2.ListSnapshotsResponse()
+
+    def read_snapshot(
+        self, request: job_pb2.ReadSnapshotRequest
+    ) -> Generator[job_pb2.ReadSnapshotResponse]:
+        raise NotImplementedError
+
+    def drop_snapshot(self, request: job_pb2.DropSnapshotRequest) -> job_pb2.DropSnapshotResponse:
+        self.calls.append("drop_snapshot")
+        return job_pb2.DropSnapshotResponse()
 
     def drop_job(self, request: job_pb2.DropJobRequest) -> job_pb2.DropJobResponse:
         self.calls.append(f"drop_job {request.name}")

@@ -26,15 +26,16 @@ STORE_LAYERS = ("format", "space", "journal", "cache", "state", "step", "recover
 CLIENT_PACKAGES = {
     "base": (
         *("process", "interrupts", "freed_memory", "dynamo", "identity", "overlaps", "sizes"),
-        *("dtypes", "address", "plain", "statistics", "stalls"),
+        *("dtypes", "address", "plain", "statistics", "stalls", "checksum"),
     ),
     "connection": (
         *("shard", "calls", "retry", "attach", "temporary_folders", "embedded", "control"),
         "reattach",
     ),
     "core": (
-        *("backward", "gradient_order", "leases", "tensor_streams", "registry", "job_store"),
-        *("first_values", "held_names", "open_steps", "steps", "staged_values", "job"),
+        *("backward", "gradient_order", "leases", "tensor_streams", "registry"),
+        *("temporary_snapshots", "job_store", "first_values", "held_names", "open_steps", "steps"),
+        *("staged_values", "job"),
         *("name_uses", "blobs"),
     ),
     "transaction": (
@@ -53,8 +54,8 @@ CLIENT_PACKAGES = {
     ),
     "checkpoints": (
         *("safetensors_header", "checkpoint_files", "partial_name", "whole_file", "whole_folder"),
-        *("torch_archive", "checkpoint_folder", "checkpoint_writer", "checkpoint_metadata"),
-        "checkpoint_reader",
+        *("torch_archive", "tensor_archive", "snapshot_tensor", "snapshot_items"),
+        *("checkpoint_folder", "checkpoint_writer", "checkpoint_metadata", "checkpoint_reader"),
     ),
 }
 CLIENT_INTEGRATIONS = (

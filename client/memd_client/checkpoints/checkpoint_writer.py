@@ -11,10 +11,11 @@ import os
 import pickle
 import re
 import secrets
+import threading
 import weakref
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -28,6 +29,8 @@ from memd_client.base.interrupts import defer_interrupts, safe_point
 from memd_client.checkpoints.checkpoint_files import os_error
 from memd_client.checkpoints.checkpoint_folder import METADATA_NAME, CheckpointFolder
 from memd_client.checkpoints.partial_name import remove_abandoned
+from memd_client.checkpoints.snapshot_items import SnapshotItems
+from memd_client.checkpoints.snapshot_tensor import SnapshotTensor, staged
 from memd_client.checkpoints.torch_archive import ArchiveStream, Passing
 from memd_client.checkpoints.whole_file import WholeFile, sync_folder
 from memd_client.errors import InvalidArgument, MemdError, NotYet
@@ -53,6 +56,14 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
     process. `state_dict()` of a model works too, and copies the whole model before the save begins;
     so does the model itself in the state.
 
+    It is also the stager of `dcp.async_save`, which takes a snapshot of the job: the values are
+    those of the call, nothing is copied, and training goes on. What is not in memd is copied. The
+    snapshot counts as one state more against the job's disk quota until it is written, which is
+    done below all other I/O. Then it is dropped; `close()` of the session waits for that. A process
+    that is killed leaves it, as `async_save/...` in `memd snapshot list`; the next session drops
+    it. Drop `optimizer.state_dict()` after the call: one that is kept reads its moments before the
+    next step.
+
     The values are those after the last step, whose commit is waited for. Whoever reads the folder
     finds the earlier checkpoint there or the new one, whole; a folder without either has no
     `.metadata`. So the disk holds both until the save ends. After an error the folder is as it was.
@@ -60,8 +71,9 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
     torch wraps what goes wrong into a `CheckpointException`; its `failures` have the `MemdError`:
     InvalidArgument for a path that cannot be written, a save by somebody else, moments that were
     read and that the optimizer has no more, or a call between `step()` and `commit()`;
-    CapacityError for a full disk; DeviceError for a failed write; NotYet for several ranks and
-    `async_save`.
+    CapacityError for a full disk; DeviceError for a failed write; NotYet for several ranks.
+    `dcp.async_save` raises what is in the way of a snapshot, as `Session.snapshot`; what goes wrong
+    later is in its future.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -75,6 +87,7 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
         self._opened = ExitStack()
         weakref.finalize(self, self._opened.close)
         self._data: WholeFile | None = None
+        self._thread: threading.Thread | None = None  # that saves, or has saved
 
     def storage_meta(self) -> StorageMeta:
         """The folder, and a name for this save."""
@@ -86,6 +99,7 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
             NotYet: each rank would write metadata of its own.
         """
         del is_coordinator, args
+        self._refuse_second()
         # A Writer may save again, and torch does not always call `reset`.
         self._opened.close()
         self._data = None
@@ -149,28 +163,42 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
             sync_folder(self._path)
             self._remove_earlier()
         self._opened.close()
+        self._data = None
         metadata.version, metadata.storage_data = whole.version, whole.storage_data
         metadata.storage_meta = whole.storage_meta
 
-    def stage(self, state_dict: Any) -> NoReturn:
-        """`async_save` asks this, instead of copying the state itself.
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """For `async_save`: the state of now, which stays in memd where it is there.
 
         Raises:
-            NotYet: torch would copy the whole state into memory, to save it while training goes on.
+            InvalidArgument: the state has tensors of several sessions, or moments that were read
+                and that the optimizer has no more; a call between `step()` and `commit()`, or
+                within `gather()`.
+            CapacityError: the job's disk quota does not hold one state more.
         """
-        del state_dict
-        raise NotYet(
-            "dcp.async_save needs a snapshot of the job, and comes with these; call dcp.save, or "
-            "pass async_stager=, which copies the whole state into this process"
-        )
+        defer_interrupts()
+        return staged(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Nothing is staged."""
-        return
+        """`stage` has returned."""
 
     def close(self) -> None:
-        """Nothing is staged."""
-        return
+        """Nothing is held between saves."""
+
+    def _refuse_second(self) -> None:
+        thread, other = threading.current_thread(), self._thread
+        # One that has ended was in a save that failed.
+        if (
+            self._data is not None
+            and other is not None
+            and other is not thread
+            and other.is_alive()
+        ):
+            raise InvalidArgument(
+                f"this Writer is in another save, to {self._path}; wait for its future, or make a "
+                "Writer for each save"
+            )
+        self._thread = thread
 
     @property
     def _data_name(self) -> str:
@@ -213,10 +241,14 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
         results = []
         begin = 0
         tensors = Passing("dcp.save()")
+        in_snapshot: list[tuple[WriteItem, SnapshotTensor]] = []
         for item in items:
             safe_point()
             stream = ArchiveStream(file)
             data = planner.resolve_data(item)
+            if isinstance(data, SnapshotTensor):
+                in_snapshot.append((item, data))
+                continue
             if isinstance(data, torch.Tensor):
                 torch.save(tensors.ordinary(data), cast("IO[bytes]", stream))
             else:
@@ -228,7 +260,24 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
             stored = _StorageInfo(self._data_name, begin, size_bytes)
             results.append(WriteResult(item.index, size_bytes, stored))
             begin += size_bytes
-        return results
+        return results + self._write_snapshot(file, in_snapshot, begin)
+
+    def _write_snapshot(
+        self, file: WholeFile, tensors: Sequence[tuple[WriteItem, SnapshotTensor]], begin: int
+    ) -> list[WriteResult]:
+        if not tensors:
+            return []
+        items = SnapshotItems(file, [tensor for _, tensor in tensors], begin=begin)
+        tensors[0][1].snapshot.read(items)
+        items.finish()
+        return [
+            WriteResult(
+                item.index,
+                stored.size_bytes,
+                _StorageInfo(self._data_name, stored.begin, stored.size_bytes),
+            )
+            for (item, _), stored in zip(tensors, items.items, strict=True)
+        ]
 
     def _remove_earlier(self) -> None:
         """Files of items that `.metadata` names no more, or of a process that was killed."""

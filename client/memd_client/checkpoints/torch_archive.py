@@ -39,6 +39,8 @@ _rebuild_of_new_dtype: Any = torch._utils._rebuild_tensor_v3
 _serialization: Any = torch.serialization
 _storages: Any = torch.storage
 _FileWriter: Any = torch._C.PyTorchFileWriter
+# The bytes of a tensor begin at a multiple of it.
+ALIGNMENT = 64
 # An archive has as many beside the bytes of each tensor: names, and room to align them.
 _RECORD_BYTES = 512
 
@@ -115,6 +117,13 @@ def as_state(items: Iterable[tuple[str, Any]], *, of: object) -> OrderedDict[str
     if versions is not None:
         vars(state)["_metadata"] = versions
     return state
+
+
+def tensor_pickle(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    """`data.pkl` of an archive that has one dense tensor, in row-major order, as `data/0`."""
+    text = BytesIO()
+    _Pickler(text).dump(_Described(torch.empty(shape, dtype=dtype, device="meta")))
+    return text.getvalue()
 
 
 class ArchiveStream:
@@ -199,6 +208,13 @@ class _InMemd:
         return self.tensor.numel() * self.tensor.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """Is pickled as the tensor, whose bytes nobody has here."""
+
+    tensor: torch.Tensor
+
+
 class _Pickler(pickle.Pickler):
     """As that of `torch.save`, and collects the storages by their names."""
 
@@ -213,7 +229,9 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """A tensor that is in memd becomes an ordinary one with the same elements."""
-        if not _is_in_memd(value):
+        if isinstance(value, _Described):
+            value = value.tensor
+        elif not _is_in_memd(value):
             return NotImplemented
         shape = tuple(value.shape)
         strides = tuple(torch.empty(shape, device="meta").stride())

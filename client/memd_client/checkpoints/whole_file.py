@@ -50,6 +50,7 @@ class WholeFile(AbstractContextManager["WholeFile"]):
         self._size_bytes = size_bytes
         self._offset = 0
         self._written_back = 0
+        self._scattered_bytes = 0  # written at places, and perhaps not on disk
         self._is_placed = False
         remove_abandoned(path.parent, re.escape(path.name))
         self._partial, self._file = self._try(make_locked, path, _new_file)
@@ -84,6 +85,23 @@ class WholeFile(AbstractContextManager["WholeFile"]):
             self._offset += count
             if self._offset - self._written_back >= 2 * _WINDOW_BYTES:
                 self._write_back()
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Writes at a place, instead of behind what is there. Nothing is appended afterwards.
+
+        Raises:
+            CapacityError, DeviceError: as of `write`.
+        """
+        rest = memoryview(data)
+        while rest:
+            safe_point()
+            count = self._try(os.pwrite, self._file, rest[:_WINDOW_BYTES], offset)
+            offset, rest = offset + count, rest[count:]
+            self._scattered_bytes += count
+            if self._scattered_bytes >= _WINDOW_BYTES:
+                self._scattered_bytes = 0
+                self._try(_write_range, self._file, 0, 0, _WAIT)
+                os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
         """The bytes are on disk when it returns; the name is not."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2
 
@@ -63,4 +63,13 @@ class ControlPlane(TensorCalls, Protocol):
     def create_snapshot(
         self, request: job_pb2.CreateSnapshotRequest
     ) -> job_pb2.CreateSnapshotResponse: ...
+    def list_snapshots(
+        self, request: job_pb2.ListSnapshotsRequest
+    ) -> job_pb2.ListSnapshotsResponse: ...
+    def read_snapshot(
+        self, request: job_pb2.ReadSnapshotRequest
+    ) -> Generator[job_pb2.ReadSnapshotResponse]: ...
+    def drop_snapshot(
+        self, request: job_pb2.DropSnapshotRequest
+    ) -> job_pb2.DropSnapshotResponse: ...
     def close(self) -> None: ...

@@ -26,7 +26,7 @@ from memd_proto.v1 import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
 # Calls that read or change memory only.
 _SHORT_S = 60.0
@@ -227,6 +227,26 @@ class Control:
     ) -> job_pb2.CreateSnapshotResponse:
         return self._call(self._open().jobs.CreateSnapshot, request, _LONG_S)
 
+    def list_snapshots(
+        self, request: job_pb2.ListSnapshotsRequest
+    ) -> job_pb2.ListSnapshotsResponse:
+        return self._call(self._open().jobs.ListSnapshots, request, _SHORT_S)
+
+    def read_snapshot(
+        self, request: job_pb2.ReadSnapshotRequest
+    ) -> Generator[job_pb2.ReadSnapshotResponse]:
+        """Takes as long as training leaves it. Close it: the daemon then ends the reading."""
+        call = self._invoke(self._open().jobs.ReadSnapshot, request, None)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise self._translated(error) from error
+        finally:
+            call.cancel()
+
+    def drop_snapshot(self, request: job_pb2.DropSnapshotRequest) -> job_pb2.DropSnapshotResponse:
+        return self._call(self._open().jobs.DropSnapshot, request, _LONG_S)
+
     def put(self, requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutResponse:
         return self._call(self._open().tensors.Put, requests, _LONG_S)
 
@@ -267,7 +287,7 @@ class Control:
         except grpc.RpcError as error:
             raise self._translated(error) from error
 
-    def _invoke(self, method: Callable[..., Any], request: Any, timeout_s: float) -> Any:
+    def _invoke(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
         try:
             return method(request, timeout=timeout_s, metadata=self._metadata)
         except ValueError as error:

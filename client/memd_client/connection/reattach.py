@@ -29,7 +29,7 @@ from memd_client.errors import (
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from memd_client.base.address import UnixAddress
     from memd_client.connection.calls import StepCall
@@ -380,6 +380,19 @@ class ReattachingControl:
     ) -> job_pb2.CreateSnapshotResponse:
         # Its number tells the next daemon whether the previous one has made it.
         return self._reattach.calling(lambda: self._control.create_snapshot(request))
+
+    def list_snapshots(
+        self, request: job_pb2.ListSnapshotsRequest
+    ) -> job_pb2.ListSnapshotsResponse:
+        return self._reattach.calling(lambda: self._control.list_snapshots(request))
+
+    def read_snapshot(
+        self, request: job_pb2.ReadSnapshotRequest
+    ) -> Generator[job_pb2.ReadSnapshotResponse]:
+        return self._control.read_snapshot(request)
+
+    def drop_snapshot(self, request: job_pb2.DropSnapshotRequest) -> job_pb2.DropSnapshotResponse:
+        return self._reattach.calling(lambda: self._control.drop_snapshot(request))
 
     def put(self, requests: Iterator[tensor_pb2.PutRequest]) -> tensor_pb2.PutResponse:
         return self._control.put(requests)

@@ -14,13 +14,14 @@ from memd_client.core.job_store import JobStore
 from memd_client.core.registry import ShardRegistry
 from memd_client.core.staged_values import StagedValues
 from memd_client.core.steps import Steps
+from memd_client.core.temporary_snapshots import TemporarySnapshots
 from memd_client.core.tensor_streams import TensorStreams
 from memd_client.errors import InvalidArgument, MemdError
 from memd_native import STALL_GRADIENT
 from memd_proto.v1 import job_pb2, session_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
@@ -90,17 +91,25 @@ class Job:
             durable_step=attached.durable_step,
             leases=leases,
         )
+        snapshots = TemporarySnapshots(name, control, retrying)
         self._store = JobStore(
             job=name,
             session_id=attached.session_id,
             control=control,
             shards=self._shards,
             streams=self._streams,
+            temporary_snapshots=snapshots,
             leases=leases,
         )
+        staged = StagedValues(self._store, self._steps)
+
+        def list_settled() -> Iterable[types_pb2.Shard]:
+            snapshots.drop_abandoned()
+            return staged.list_settled()
+
         self._held_names = HeldNames(
             name,
-            StagedValues(self._store, self._steps).list_settled,
+            list_settled,
             first_values=FirstValues(self._store),
         )
         if leases is not None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from memd_client.connection.calls import ControlPlane
     from memd_client.core.leases import Leases
     from memd_client.core.registry import ShardRegistry
+    from memd_client.core.temporary_snapshots import TemporarySnapshots
     from memd_client.core.tensor_streams import TensorStreams
 
 _NAMES_IN_CALL = 2048
@@ -28,6 +29,7 @@ class JobStore:
     control: ControlPlane
     shards: ShardRegistry
     streams: TensorStreams
+    temporary_snapshots: TemporarySnapshots
     leases: Leases | None  # None without shared memory
 
     def other_session_count(self) -> int:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from memd_client.core.backward import Backward
     from memd_client.core.job import Job
     from memd_client.core.open_steps import OpenStep, SealedTarget
+    from memd_client.core.temporary_snapshots import TemporarySnapshot
     from memd_client.transaction.loaded_moments import LoadedMoments
 
     # Writes values under staging names; returns (staged shard, buffer shard) for each.
@@ -469,6 +470,10 @@ class Transaction:
             step: int = self._job.control.create_snapshot(request).snapshot.step
             return step
 
+    def temporary_snapshot(self) -> TemporarySnapshot:
+        """As `snapshot`, under a name of its own, and for this session alone."""
+        return self._job.store.temporary_snapshots.make(self.snapshot)
+
     def close(self) -> None:
         """Makes durable what was put, and ends the session."""
         job, steps = self._job, self._job.steps
@@ -483,6 +488,7 @@ class Transaction:
             )
         try:
             try:
+                job.store.temporary_snapshots.close()
                 with suppress(NotDurable):  # the sync below puts it on disk, or raises
                     job.settle()
                 self._take_writes()
@@ -503,6 +509,8 @@ class Transaction:
         with suppress(MemdError):  # the step's outcome does not matter any more
             job.settle()
         try:
+            with suppress(MemdError):
+                job.store.temporary_snapshots.close()
             with suppress(MemdError):  # who uses them later learns that they are gone
                 self._moments.read_all()
             with suppress(SessionFenced):  # the daemon has ended it already
