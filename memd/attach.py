@@ -269,6 +269,12 @@ def send_session(peers: Peers, peer: Peer, grant: SessionGrant) -> None:
     peers.send(peer, answer.SerializeToString(), fds)
 
 
+def send_export(peers: Peers, peer: Peer, reading_id: int, fds: tuple[int, int]) -> None:
+    """Passes the memory and the event of an export. OSError where the client does not take it."""
+    answer = attach_pb2.Descriptors(kind=attach_pb2.Descriptors.KIND_EXPORT, reading_id=reading_id)
+    peers.send(peer, answer.SerializeToString(), fds)
+
+
 def bind(path: Path) -> socket.socket:
     """Listens at `path`, mode 0660. The caller knows that nobody else does."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from memd.refusal import Refused, StatusCode, Unreachable
+from memd.snapshot_reading import SnapshotReading
 from memd_native import PROTOCOL_VERSION
 from memd_proto.v1 import (
     attach_pb2,
@@ -144,25 +145,24 @@ class DaemonClient:
 
     def read_snapshot(
         self, job: str, name: str, *, piece_first: int = 0, identity: int = 0
-    ) -> Generator[job_pb2.ReadSnapshotResponse]:
-        """Its shards, and then its bytes; leaving the iterator ends the reading."""
+    ) -> SnapshotReading:
+        """One at a time of this connection."""
         request = job_pb2.ReadSnapshotRequest(
             job=job, name=name, piece_first=piece_first, identity=identity
         )
         # Without a bound on its length: it waits for the disk as long as others use that.
         answers = self._job_service().ReadSnapshot(request, metadata=self._metadata)
-        try:
-            yield from answers
-        except grpc.RpcError as error:
-            raise _refused(error) from error
-        finally:
-            answers.cancel()
+        return SnapshotReading(self._streamed(answers), self._connection)
 
     def check(self, job: str) -> Generator[check_pb2.CheckResponse]:
         """Progress, and the report in the last message; leaving the iterator ends the check."""
         stub = check_pb2_grpc.CheckServiceStub(self._channel)
         # Without a bound on its length: the daemon tells ten times a second that it is alive.
         answers = stub.Check(check_pb2.CheckRequest(job=job), metadata=self._metadata)
+        yield from self._streamed(answers)
+
+    @staticmethod
+    def _streamed(answers: Any) -> Generator[Any]:
         try:
             yield from answers
         except grpc.RpcError as error:

@@ -11,11 +11,11 @@ from memd.export.target import Target
 from memd.refusal import Refused, StatusCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
     from pathlib import Path
 
     from memd.client import DaemonClient
-    from memd_proto.v1 import job_pb2
+    from memd.snapshot_reading import SnapshotReading
 
     Progress = Callable[[int, int], None]
 
@@ -120,24 +120,19 @@ class _Copy:
 
     def run(self, daemon: DaemonClient) -> None:
         """Returns when all is written, or the daemon is to be asked for another part."""
-        answers = daemon.read_snapshot(
+        with daemon.read_snapshot(
             self._export.job,
             self._export.snapshot,
             piece_first=self._piece_next,
             identity=self._identity,
-        )
-        try:
-            self._take(answers)
-        finally:
-            answers.close()
+        ) as reading:
+            self._take(reading)
 
-    def _take(self, answers: Generator[job_pb2.ReadSnapshotResponse]) -> None:
-        contents = next(answers).contents
+    def _take(self, reading: SnapshotReading) -> None:
+        contents = reading.contents()
         self._refused_since = None
         self.step = contents.snapshot.step
-        shards: list[job_pb2.SnapshotShard] = []
-        while len(shards) < contents.shard_count:
-            shards += next(answers).shards
+        shards = reading.shards()
         metadata = {
             "format": "pt",  # transformers loads no file without it
             "job": self._export.job,
@@ -159,12 +154,13 @@ class _Copy:
             for number, file in enumerate(files)
             for place, begin in file.begins.items()
         }
-        for answer in answers:
+        for answer in reading.pieces():
             for run in answer.runs:
                 # Not in a file: it is memd's own.
                 if (found := places.get((run.shard, run.part))) is not None:
                     number, begin = found
-                    self._target.write(number, begin + run.offset_bytes, run.data)
+                    data = reading.bytes_of(run)
+                    self._target.write(number, begin + run.offset_bytes, data)
             self._reached(answer.piece_next, contents.piece_count)
         self.is_done = self._piece_next == contents.piece_count
         if not self.is_done:

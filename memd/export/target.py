@@ -250,7 +250,7 @@ class Target(AbstractContextManager["Target"]):
             if not stat.S_ISREG(os.fstat(self._files[-1]).st_mode):
                 raise FileNotFoundError(errno.ENOENT, "no regular file", name)
 
-    def write(self, file: int, offset: int, data: bytes) -> None:
+    def write(self, file: int, offset: int, data: bytes | memoryview) -> None:
         """Refused: the disk is full, or failed."""
         try:
             _write(self._files[file], offset, data)
@@ -375,7 +375,7 @@ def _read(fd: int, offset: int, length: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _write(fd: int, offset: int, data: bytes) -> None:
+def _write(fd: int, offset: int, data: bytes | memoryview) -> None:
     rest = memoryview(data)
     while rest:
         count = os.pwrite(fd, rest, offset)

@@ -82,7 +82,7 @@ class ControlServer:
         session_pb2_grpc.add_SessionServiceServicer_to_server(sessions, self._grpc)
         tensors = TensorService(server, peers=peers)
         tensor_pb2_grpc.add_TensorServiceServicer_to_server(tensors, self._grpc)
-        self._jobs = JobService(server)
+        self._jobs = JobService(server, peers=peers)
         job_pb2_grpc.add_JobServiceServicer_to_server(self._jobs, self._grpc)
         status_pb2_grpc.add_StatusServiceServicer_to_server(StatusService(server), self._grpc)
         check_pb2_grpc.add_CheckServiceServicer_to_server(CheckService(server), self._grpc)

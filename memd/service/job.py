@@ -7,7 +7,10 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from memd.attach import send_export
+from memd.refusal import Refused, StatusCode
 from memd.service import access, wire
+from memd.service.piece_memory import PieceMemory
 from memd.service.snapshot_stream import SnapshotStream
 from memd.users import by_whom
 from memd_proto.v1 import job_pb2
@@ -17,15 +20,17 @@ if TYPE_CHECKING:
 
     import grpc
 
+    from memd.peers import Peers
     from memd.service.call import Call
-    from memd_native import JobInfo, Server, SnapshotInfo
+    from memd_native import JobInfo, Server, SnapshotInfo, SnapshotReading
 
 log = logging.getLogger(__name__)
 
 
 class JobService:
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, *, peers: Peers) -> None:
         self._server = server
+        self._peers = peers
         self._lock = threading.Lock()
         self._exports: set[grpc.ServicerContext] = set()
 
@@ -125,10 +130,22 @@ class JobService:
             end()
             return
         try:
-            yield from SnapshotStream(self._server, reading, call.context.is_active)
+            with PieceMemory() as memory:
+                self._hand_over(memory, reading, call)
+                yield from SnapshotStream(self._server, reading, memory, call.context.is_active)
         finally:
             end()
             log.info("export ended", extra={"job": job.name, "snapshot": request.name})
+
+    def _hand_over(self, memory: PieceMemory, reading: SnapshotReading, call: Call) -> None:
+        try:
+            send_export(self._peers, call.peer, reading.reading_id, memory.fds)
+        except OSError as error:
+            raise Refused(
+                StatusCode.UNAVAILABLE,
+                f"the export's memory cannot be passed to process {call.peer.pid}: keep its attach "
+                f"connection open and read from it ({error.strerror or error})",
+            ) from error
 
     def DropSnapshot(
         self, request: job_pb2.DropSnapshotRequest, call: Call

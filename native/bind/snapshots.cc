@@ -1,4 +1,5 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -8,9 +9,11 @@
 #include <new>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "base/checksum.h"
 #include "bind/bind.h"
+#include "ring/shared_memory.h"
 #include "server/server.h"
 #include "store/snapshot_contents.h"
 
@@ -20,9 +23,29 @@ using namespace nb::literals;
 namespace memd {
 namespace {
 
-nb::bytes bytes_of(std::span<const std::byte> bytes) {
-  return nb::bytes(bytes.data(), bytes.size());
+/// The place of a part of a piece in its export's memory, and its bytes; 0 bytes: it is zero.
+std::pair<uint64_t, uint64_t> extent_of(const SnapshotPiece& piece,
+                                        std::span<const std::byte> part) {
+  if (part.empty()) return {0, 0};
+  return {piece.offset_bytes(part), part.size()};
 }
+
+/// Bytes of a Python object that has a buffer, for as long as this lives.
+class Buffer {
+ public:
+  explicit Buffer(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  }
+  ~Buffer() { PyBuffer_Release(&view_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  std::span<const std::byte> bytes() const {
+    return {static_cast<const std::byte*>(view_.buf), static_cast<size_t>(view_.len)};
+  }
+
+ private:
+  Py_buffer view_{};
+};
 
 /// A reading, and what it reads.
 struct OpenReading {
@@ -34,11 +57,13 @@ struct OpenReading {
 void bind_records(nb::module_& module) {
   module.def(
       "checksum",
-      [](const nb::bytes& bytes) {
+      [](const nb::object& bytes) {
+        const Buffer buffer(bytes);
         const nb::gil_scoped_release released;
-        return record_checksum({reinterpret_cast<const std::byte*>(bytes.c_str()), bytes.size()});
+        return record_checksum(buffer.bytes());
       },
       "bytes"_a,
+      nb::sig("def checksum(bytes: bytes | memoryview) -> int"),
       "XXH3-64.");
   nb::class_<SnapshotShard>(module, "SnapshotShard", "A shard as a snapshot has it.")
       .def_ro("spec", &SnapshotShard::spec)
@@ -56,17 +81,35 @@ void bind_records(nb::module_& module) {
       .def_ro("element_in_shard", &SnapshotRun::element_in_shard)
       .def_ro("element_in_tile", &SnapshotRun::element_in_tile)
       .def_ro("element_count", &SnapshotRun::element_count);
-  nb::class_<SnapshotPiece>(
-      module, "SnapshotPiece", "Verified bytes; a part that was never written is empty, and zero.")
-      .def_prop_ro("value", [](const SnapshotPiece& self) { return bytes_of(self.value()); })
-      .def_prop_ro("exp_avg", [](const SnapshotPiece& self) { return bytes_of(self.exp_avg()); })
+  nb::class_<SharedMemory>(module,
+                           "SnapshotMemory",
+                           "Bytes that the daemon fills for an export, and that whoever gets the "
+                           "descriptor can map for reading alone.")
+      .def(nb::new_([](uint64_t bytes) {
+             return unlocked([bytes]() -> Result<std::shared_ptr<SharedMemory>> {
+               auto memory = SharedMemory::create_for_readers("memd-export", bytes);
+               if (!memory.is_ok()) return memory.status();
+               return std::make_shared<SharedMemory>(std::move(memory).value());
+             });
+           }),
+           "bytes"_a,
+           "Pages appear when they are filled.")
+      .def_prop_ro("fd", &SharedMemory::fd)
+      .def_prop_ro("bytes", &SharedMemory::bytes);
+  nb::class_<SnapshotPiece>(module,
+                            "SnapshotPiece",
+                            "Verified bytes: where each part lies in the export's memory, and how "
+                            "many it has. A part that was never written has none, and is zero.")
+      .def_prop_ro("value", [](const SnapshotPiece& self) { return extent_of(self, self.value()); })
+      .def_prop_ro("exp_avg",
+                   [](const SnapshotPiece& self) { return extent_of(self, self.exp_avg()); })
       .def_prop_ro("exp_avg_sq",
-                   [](const SnapshotPiece& self) { return bytes_of(self.exp_avg_sq()); })
+                   [](const SnapshotPiece& self) { return extent_of(self, self.exp_avg_sq()); })
       .def_prop_ro("max_exp_avg_sq",
-                   [](const SnapshotPiece& self) { return bytes_of(self.max_exp_avg_sq()); })
+                   [](const SnapshotPiece& self) { return extent_of(self, self.max_exp_avg_sq()); })
       .def_prop_ro(
           "master",
-          [](const SnapshotPiece& self) { return bytes_of(self.master()); },
+          [](const SnapshotPiece& self) { return extent_of(self, self.master()); },
           "fp32, for bf16 alone: the value with its remainder.");
   nb::class_<OpenReading>(module, "SnapshotReading", "A snapshot that is read; any thread.")
       .def_prop_ro("reading_id", [](const OpenReading& self) { return self.reading.reading_id; })
@@ -92,6 +135,13 @@ void bind_records(nb::module_& module) {
             return *place;
           },
           "piece"_a)
+      .def(
+          "memory_bytes",
+          [](const OpenReading& self, const SnapshotPlace& place) {
+            return self.contents.memory_bytes(place);
+          },
+          "place"_a,
+          "That its piece takes: whole blocks, some 5 MiB at most.")
       .def(
           "runs",
           [](const OpenReading& self, const SnapshotPlace& tile) {
@@ -143,15 +193,23 @@ void bind_snapshot_readings(nb::module_& module, nb::class_<Server>& server) {
           "end_snapshot_reading().")
       .def(
           "read_snapshot",
-          [](Server& self, uint64_t reading_id, const SnapshotPlace& place, double timeout_s) {
-            return std::const_pointer_cast<SnapshotPiece>(
-                unlocked([&] { return self.snapshots().read(reading_id, place, timeout_s); }));
+          [](Server& self,
+             uint64_t reading_id,
+             const SnapshotPlace& place,
+             const std::shared_ptr<SharedMemory>& memory,
+             uint64_t offset_bytes,
+             double timeout_s) {
+            const PieceMemory into{.memory = memory, .offset_bytes = offset_bytes};
+            return std::const_pointer_cast<SnapshotPiece>(unlocked(
+                [&] { return self.snapshots().read(reading_id, place, into, timeout_s); }));
           },
           "reading_id"_a,
           "place"_a,
+          "memory"_a,
           nb::kw_only(),
+          "offset_bytes"_a,
           "timeout_s"_a,
-          "Below all other I/O, and verified.")
+          "Below all other I/O, and verified. The memory lives until it is read.")
       .def(
           "end_snapshot_reading",
           [](Server& self, uint64_t reading_id) { self.snapshots().end_reading(reading_id); },

@@ -14,6 +14,14 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 }  // namespace
 
 Result<SharedMemory> SharedMemory::create(const char* name, uint64_t bytes) {
+  return create_sealed(name, bytes, kSeals);
+}
+
+Result<SharedMemory> SharedMemory::create_for_readers(const char* name, uint64_t bytes) {
+  return create_sealed(name, bytes, kSeals | F_SEAL_FUTURE_WRITE);
+}
+
+Result<SharedMemory> SharedMemory::create_sealed(const char* name, uint64_t bytes, int seals) {
   OwnedFd fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd.is_open()) return device_error(errno, concat("memfd_create of ", bytes, " bytes"));
   // memfd inodes are mode 0777: without this a process of another user that was handed the
@@ -22,12 +30,12 @@ Result<SharedMemory> SharedMemory::create(const char* name, uint64_t bytes) {
   if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) {
     return device_error(errno, concat("ftruncate of a memfd to ", bytes, " bytes"));
   }
-  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) {
-    return device_error(errno, "sealing a memfd");
-  }
+  // Before the seals, which may allow no mapping for writing any more.
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
   if (data == MAP_FAILED) return device_error(errno, concat("mmap of ", bytes, " bytes"));
-  return SharedMemory(std::move(fd), static_cast<std::byte*>(data), bytes);
+  SharedMemory memory(std::move(fd), static_cast<std::byte*>(data), bytes);
+  if (fcntl(memory.fd(), F_ADD_SEALS, seals) != 0) return device_error(errno, "sealing a memfd");
+  return memory;
 }
 
 Result<SharedMemory> SharedMemory::adopt(const char* name, OwnedFd fd, uint64_t bytes) {

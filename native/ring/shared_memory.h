@@ -15,6 +15,9 @@ class SharedMemory {
  public:
   /// A new memfd of `bytes` zeros, mode 0600, sealed against resizing and further seals.
   static Result<SharedMemory> create(const char* name, uint64_t bytes);
+  /// As create(), and nothing but this mapping can write it: whoever is sent the descriptor maps it
+  /// for reading alone (Linux 5.1).
+  static Result<SharedMemory> create_for_readers(const char* name, uint64_t bytes);
   /// Maps what a daemon sent, after checking its size. A forked child does not inherit the mapping.
   static Result<SharedMemory> map(OwnedFd fd, uint64_t bytes);
 
@@ -32,10 +35,12 @@ class SharedMemory {
 
   int fd() const { return fd_.get(); }
   std::byte* data() const { return data_; }
+  uint64_t bytes() const { return bytes_; }
   /// In a forked child, which did not inherit the mapping: the addresses may be somebody else's.
   void forget() { data_ = nullptr; }
 
  private:
+  static Result<SharedMemory> create_sealed(const char* name, uint64_t bytes, int seals);
   SharedMemory(OwnedFd fd, std::byte* data, uint64_t bytes)
       : fd_(std::move(fd)), data_(data), bytes_(bytes) {}
 

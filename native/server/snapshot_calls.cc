@@ -44,10 +44,13 @@ Result<SnapshotReading> SnapshotCalls::begin_reading(const SnapshotReadingReques
 
 Result<SnapshotReadings::Piece> SnapshotCalls::read(uint64_t reading_id,
                                                     const SnapshotPlace& place,
+                                                    const PieceMemory& into,
                                                     double timeout_s) const {
   return thread_.ask_for_more<SnapshotReadings::Piece>(
-      timeout_s, "reading a snapshot", [thread = &thread_, reading_id, place](const auto& reply) {
-        thread->store().snapshot_readings().read(reading_id, place, reply);
+      timeout_s,
+      "reading a snapshot",
+      [thread = &thread_, reading_id, place, into](const auto& reply) {
+        thread->store().snapshot_readings().read(reading_id, place, into, reply);
       });
 }
 

@@ -25,6 +25,7 @@ class SnapshotCalls {
   Result<SnapshotReading> begin_reading(const SnapshotReadingRequest& request) const;
   Result<SnapshotReadings::Piece> read(uint64_t reading_id,
                                        const SnapshotPlace& place,
+                                       const PieceMemory& into,
                                        double timeout_s) const;
   void end_reading(uint64_t reading_id) const;
 

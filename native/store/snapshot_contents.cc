@@ -13,6 +13,32 @@ uint64_t element_count_of(const ShardRecord& shard) {
   return elements;
 }
 
+bool is_in(const JobRecord& record, const SnapshotPlace& place) {
+  if (place.is_tile) {
+    return place.owner < record.buckets.size() &&
+           place.index < record.buckets[place.owner].tiles.size();
+  }
+  return place.owner < record.shards.size() &&
+         place.index < record.shards[place.owner].extents.size();
+}
+
+uint64_t tile_elements(const BucketRecord& bucket, size_t tile) {
+  return std::min<uint64_t>(kTileElements, bucket.element_count - tile * kTileElements);
+}
+
+PieceBlocks blocks_of(const JobRecord& record, const SnapshotPlace& place) {
+  if (!place.is_tile) {
+    return {.value_bytes = record.shards[place.owner].extents[place.index].length_bytes};
+  }
+  const BucketRecord& bucket = record.buckets[place.owner];
+  const TileRecord& tile = bucket.tiles[place.index];
+  const bool has_master = bucket.dtype == DType::bfloat16 && tile.parameter.exists();
+  const uint64_t elements = tile_elements(bucket, place.index);
+  return {.value_bytes = tile.parameter.exists() ? tile.parameter.length_bytes : 0,
+          .rest_bytes = tile.rest.exists() ? tile.rest.length_bytes : 0,
+          .master_bytes = has_master ? align_up(elements * sizeof(float), kBlockBytes) : 0};
+}
+
 SnapshotContents::SnapshotContents(std::shared_ptr<const JobRecord> record)
     : record_(std::move(record)), members_(record_->buckets.size()) {
   uint64_t piece = 0;
@@ -73,6 +99,10 @@ std::optional<SnapshotPlace> SnapshotContents::place(uint64_t piece) const {
   const auto owner = static_cast<size_t>(behind - firsts.begin()) - 1;
   return SnapshotPlace{
       .is_tile = is_tile, .owner = owner, .index = static_cast<size_t>(piece - firsts[owner])};
+}
+
+uint64_t SnapshotContents::memory_bytes(const SnapshotPlace& place) const {
+  return is_in(*record_, place) ? blocks_of(*record_, place).bytes() : 0;
 }
 
 std::vector<SnapshotRun> SnapshotContents::runs(size_t bucket, size_t tile) const {

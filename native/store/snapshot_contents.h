@@ -37,6 +37,20 @@ struct SnapshotRun {
 
 uint64_t element_count_of(const ShardRecord& shard);
 
+bool is_in(const JobRecord& record, const SnapshotPlace& place);
+
+/// A piece's bytes in memory, whole blocks each, one after the other.
+struct PieceBlocks {
+  uint64_t value_bytes = 0;
+  uint64_t rest_bytes = 0;    // of a tile: its optimizer state
+  uint64_t master_bytes = 0;  // fp32, of a tile of bf16
+
+  uint64_t bytes() const { return value_bytes + rest_bytes + master_bytes; }
+};
+uint64_t tile_elements(const BucketRecord& bucket, size_t tile);
+/// `place` is in the record. What was never written takes no block.
+PieceBlocks blocks_of(const JobRecord& record, const SnapshotPlace& place);
+
 /// The content of a record that nobody changes; any thread. Pieces are numbered: the extents of
 /// blobs and buffers, and then the tiles of buckets, both in the catalogue's order.
 class SnapshotContents {
@@ -49,6 +63,8 @@ class SnapshotContents {
   uint64_t piece_count() const { return first_tile_.back(); }
   /// Nothing behind the last one.
   std::optional<SnapshotPlace> place(uint64_t piece) const;
+  /// That its piece takes in memory; 0 where it is in no such record.
+  uint64_t memory_bytes(const SnapshotPlace& place) const;
   /// In the order of the tile's elements.
   std::vector<SnapshotRun> runs(size_t bucket, size_t tile) const;
 

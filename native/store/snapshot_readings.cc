@@ -1,7 +1,6 @@
 #include "store/snapshot_readings.h"
 
 #include <algorithm>
-#include <bit>
 #include <utility>
 
 #include "base/bulk_bytes.h"
@@ -28,13 +27,10 @@ uint64_t piece_count_of(const JobRecord& record) {
   return count;
 }
 
-bool is_in(const JobRecord& record, const SnapshotPlace& place) {
-  if (place.is_tile) {
-    return place.owner < record.buckets.size() &&
-           place.index < record.buckets[place.owner].tiles.size();
-  }
-  return place.owner < record.shards.size() &&
-         place.index < record.shards[place.owner].extents.size();
+bool holds(const PieceMemory& into, uint64_t bytes) {
+  const uint64_t all_bytes = into.memory->bytes();
+  return into.offset_bytes % kBlockBytes == 0 && into.offset_bytes <= all_bytes &&
+         bytes <= all_bytes - into.offset_bytes;
 }
 
 std::vector<std::string> names_at(const JobRecord& record, const SnapshotPlace& place) {
@@ -46,55 +42,59 @@ std::vector<std::string> names_at(const JobRecord& record, const SnapshotPlace& 
 
 // ---- Pieces -------------------------------------------------------------------------------------
 
-SnapshotPiece SnapshotPiece::extent(uint64_t bytes) {
-  SnapshotPiece piece;
-  piece.value_bytes_ = bytes;
-  return piece;
+SnapshotPiece::SnapshotPiece(const JobRecord& record, const SnapshotPlace& place, PieceMemory into)
+    : into_(std::move(into)), blocks_(blocks_of(record, place)) {
+  if (!place.is_tile) {
+    const ShardRecord& shard = record.shards[place.owner];
+    const uint64_t bytes = element_count_of(shard) * dtype_bytes(shard.dtype);
+    const uint64_t offset_bytes = place.index * uint64_t{kBlobExtentBytes};
+    value_bytes_ = std::min<uint64_t>(bytes - offset_bytes, kBlobExtentBytes);
+    return;
+  }
+  const BucketRecord& bucket = record.buckets[place.owner];
+  dtype_ = bucket.dtype;
+  element_count_ = tile_elements(bucket, place.index);
+  value_bytes_ = element_count_ * dtype_bytes(bucket.dtype);
+  keeps_maxima_ = bucket.keeps_maxima;
 }
 
-SnapshotPiece SnapshotPiece::tile(const BucketRecord& bucket, size_t index) {
-  SnapshotPiece piece;
-  piece.dtype_ = bucket.dtype;
-  piece.element_count_ =
-      std::min<uint64_t>(kTileElements, bucket.element_count - index * kTileElements);
-  piece.value_bytes_ = piece.element_count_ * dtype_bytes(bucket.dtype);
-  piece.keeps_maxima_ = bucket.keeps_maxima;
-  return piece;
-}
-
-std::span<const std::byte> SnapshotPiece::first_bytes(const Blocks& blocks, uint64_t bytes) {
-  if (blocks == nullptr) return {};
-  return std::span<const std::byte>(blocks->span()).first(bytes);
+std::span<const std::byte> SnapshotPiece::value() const {
+  if (blocks_.value_bytes == 0) return {};
+  return value_blocks().first(value_bytes_);
 }
 
 std::span<const std::byte> SnapshotPiece::moment(size_t index) const {
-  if (rest_ == nullptr) return {};
+  if (blocks_.rest_bytes == 0) return {};
   const uint64_t bytes = element_count_ * sizeof(float);
-  return std::span<const std::byte>(rest_->span()).subspan(index * bytes, bytes);
+  return rest_blocks().subspan(index * bytes, bytes);
 }
 
 std::span<const std::byte> SnapshotPiece::max_exp_avg_sq() const {
-  if (rest_ == nullptr || !keeps_maxima_) return {};
+  if (blocks_.rest_bytes == 0 || !keeps_maxima_) return {};
   const uint64_t offset_bytes = maxima_offset_bytes(dtype_, element_count_);
   const uint64_t bytes = element_count_ * sizeof(float);
   // Written before the bucket kept maxima: they are zero.
-  if (rest_->span().size() < offset_bytes + bytes) return {};
-  return std::span<const std::byte>(rest_->span()).subspan(offset_bytes, bytes);
+  if (blocks_.rest_bytes < offset_bytes + bytes) return {};
+  return rest_blocks().subspan(offset_bytes, bytes);
+}
+
+std::span<const std::byte> SnapshotPiece::master() const {
+  if (blocks_.master_bytes == 0) return {};
+  return {master_data(), element_count_ * sizeof(float)};
 }
 
 void SnapshotPiece::join_master() {
-  if (dtype_ != DType::bfloat16 || value_ == nullptr) return;
-  master_.resize(element_count_);
-  const std::byte* const halves = value_->span().data();
+  if (blocks_.master_bytes == 0) return;
+  const std::byte* const halves = value_blocks().data();
   const std::byte* const remainders =
-      rest_ == nullptr ? nullptr : rest_->span().data() + element_count_ * 2 * sizeof(float);
+      blocks_.rest_bytes == 0 ? nullptr : rest_blocks().data() + element_count_ * 2 * sizeof(float);
+  auto* const masters = reinterpret_cast<uint32_t*>(master_data());
   for (size_t i = 0; i < element_count_; ++i) {
     const auto half = field_at<uint16_t>(halves + i * sizeof(uint16_t));
     const int16_t remainder =
         remainders == nullptr ? int16_t{0} : field_at<int16_t>(remainders + i * sizeof(int16_t));
     // As adam_bf16() joins them.
-    const uint32_t bits = (uint32_t{half} << 16) + static_cast<uint32_t>(int32_t{remainder});
-    master_[i] = std::bit_cast<float>(bits);
+    masters[i] = (uint32_t{half} << 16) + static_cast<uint32_t>(int32_t{remainder});
   }
 }
 
@@ -110,16 +110,13 @@ struct SnapshotReadings::Pending {
   std::shared_ptr<SnapshotPiece> piece{};
   struct Part {
     ExtentRecord extent;
-    SnapshotPiece::Blocks* blocks = nullptr;
+    std::span<std::byte> into;
   };
   std::vector<Part> parts{};
   size_t part_next = 0;
   bool matches = false;
 
   const Part& part() const { return parts[part_next]; }
-  std::span<std::byte> into() const {
-    return (*part().blocks)->span().first(part().extent.length_bytes);
-  }
 };
 
 Status SnapshotReadings::check_bounds(const Job& job, const SnapshotReadingRequest& request) const {
@@ -250,7 +247,10 @@ SnapshotReadingStatistics SnapshotReadings::statistics() const {
 
 // ---- Reads --------------------------------------------------------------------------------------
 
-void SnapshotReadings::read(uint64_t reading_id, const SnapshotPlace& place, Read done) {
+void SnapshotReadings::read(uint64_t reading_id,
+                            const SnapshotPlace& place,
+                            PieceMemory into,
+                            Read done) {
   const auto found = readings_.find(reading_id);
   if (found == readings_.end()) {
     return done(error(StatusCode::not_found, "this export has ended: ", reading_id));
@@ -267,6 +267,11 @@ void SnapshotReadings::read(uint64_t reading_id, const SnapshotPlace& place, Rea
                       ", ",
                       place.index));
   }
+  if (!holds(into, blocks_of(record, place).bytes())) {
+    return done(error(StatusCode::invalid_argument,
+                      "a piece has no room in its export's memory at ",
+                      into.offset_bytes));
+  }
   auto pending = std::make_shared<Pending>(
       Pending{.reading_id = reading_id,
               .snapshot_id = reading.snapshot_id,
@@ -274,23 +279,16 @@ void SnapshotReadings::read(uint64_t reading_id, const SnapshotPlace& place, Rea
               .record = reading.record,
               .place = place,
               .done = std::move(done)});
+  pending->piece = std::make_shared<SnapshotPiece>(record, place, std::move(into));
+  const SnapshotPiece& piece = *pending->piece;
   if (place.is_tile) {
-    const BucketRecord& bucket = record.buckets[place.owner];
-    const TileRecord& tile = bucket.tiles[place.index];
-    pending->piece = std::make_shared<SnapshotPiece>(SnapshotPiece::tile(bucket, place.index));
-    SnapshotPiece& piece = *pending->piece;
-    if (tile.parameter.exists()) pending->parts.push_back({tile.parameter, &piece.value_});
-    if (tile.rest.exists()) pending->parts.push_back({tile.rest, &piece.rest_});
+    const TileRecord& tile = record.buckets[place.owner].tiles[place.index];
+    if (tile.parameter.exists()) pending->parts.push_back({tile.parameter, piece.value_blocks()});
+    if (tile.rest.exists()) pending->parts.push_back({tile.rest, piece.rest_blocks()});
   } else {
     const ShardRecord& shard = record.shards[place.owner];
-    const uint64_t bytes = element_count_of(shard) * dtype_bytes(shard.dtype);
-    const uint64_t offset_bytes = place.index * uint64_t{kBlobExtentBytes};
-    pending->piece = std::make_shared<SnapshotPiece>(
-        SnapshotPiece::extent(std::min<uint64_t>(bytes - offset_bytes, kBlobExtentBytes)));
-    pending->parts.push_back({shard.extents[place.index], &pending->piece->value_});
+    pending->parts.push_back({shard.extents[place.index], piece.value_blocks()});
   }
-  for (const Pending::Part& part : pending->parts)
-    *part.blocks = std::make_unique<BlockBytes>(uint64_t{part.extent.length_bytes});
   ++in_flight_count_;
   read_next(pending);
 }
@@ -305,7 +303,10 @@ void SnapshotReadings::read_next(const PendingPointer& pending) {
         [this, pending] { finish(pending, Piece(pending->piece)); });
   }
   parts_.extents.read_unverified(
-      pending->part().extent, pending->into(), kBackground, [this, pending](const Status& status) {
+      pending->part().extent,
+      pending->part().into,
+      kBackground,
+      [this, pending](const Status& status) {
         if (status.is_ok()) return verify(pending);
         fail(pending, parts_.extents.unreadable(pending->part().extent, pending->what, status));
       });
@@ -315,7 +316,7 @@ void SnapshotReadings::verify(const PendingPointer& pending) {
   parts_.workers.submit(
       {.job = kDaemonJob, .bytes = pending->part().extent.length_bytes},
       [pending] {
-        pending->matches = ExtentStore::matches(pending->part().extent, pending->into());
+        pending->matches = ExtentStore::matches(pending->part().extent, pending->part().into);
       },
       [this, pending] {
         if (!pending->matches) return read_twice(pending);
@@ -328,7 +329,7 @@ void SnapshotReadings::verify(const PendingPointer& pending) {
 void SnapshotReadings::read_twice(const PendingPointer& pending) {
   parts_.extents.count_checksum_failure(pending->part().extent);
   parts_.extents.read_again(pending->part().extent,
-                            pending->into(),
+                            pending->part().into,
                             kBackground,
                             pending->what,
                             [this, pending](const Status& status) {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "base/status.h"
-#include "store/format/block_bytes.h"
+#include "ring/shared_memory.h"
 #include "store/format/catalogue.h"
 #include "store/snapshot_contents.h"
 #include "store/space/snapshots.h"
@@ -42,34 +42,48 @@ struct SnapshotReading {
   std::shared_ptr<const JobRecord> record;
 };
 
-/// Bytes of a place. A part that was never written is empty here, and zero.
+/// A place in the memory that an export shares with its caller, which maps it for reading alone.
+struct PieceMemory {
+  std::shared_ptr<const SharedMemory> memory;
+  uint64_t offset_bytes = 0;  // whole blocks
+};
+
+/// The bytes of a place of a snapshot, in a part of an export's memory. A part that was never
+/// written is empty here, and zero.
 class SnapshotPiece {
  public:
-  static SnapshotPiece extent(uint64_t bytes);
-  static SnapshotPiece tile(const BucketRecord& bucket, size_t index);
+  /// `place` is in the record, and `into` has room for its blocks.
+  SnapshotPiece(const JobRecord& record, const SnapshotPlace& place, PieceMemory into);
 
-  std::span<const std::byte> value() const { return first_bytes(value_, value_bytes_); }
+  std::span<const std::byte> value() const;
   std::span<const std::byte> exp_avg() const { return moment(0); }
   std::span<const std::byte> exp_avg_sq() const { return moment(1); }
   std::span<const std::byte> max_exp_avg_sq() const;
   /// fp32, for bf16 alone: the value with its remainder, from which Adam goes on.
-  std::span<const std::byte> master() const { return std::as_bytes(std::span(master_)); }
+  std::span<const std::byte> master() const;
+  /// From the begin of the export's memory.
+  uint64_t offset_bytes(std::span<const std::byte> part) const {
+    return static_cast<uint64_t>(part.data() - into_.memory->data());
+  }
 
  private:
   friend class SnapshotReadings;
-  using Blocks = std::unique_ptr<BlockBytes>;
 
-  static std::span<const std::byte> first_bytes(const Blocks& blocks, uint64_t bytes);
+  std::byte* data() const { return into_.memory->data() + into_.offset_bytes; }
+  std::span<std::byte> value_blocks() const { return {data(), blocks_.value_bytes}; }
+  std::span<std::byte> rest_blocks() const {
+    return {data() + blocks_.value_bytes, blocks_.rest_bytes};
+  }
+  std::byte* master_data() const { return data() + blocks_.value_bytes + blocks_.rest_bytes; }
   std::span<const std::byte> moment(size_t index) const;
   void join_master();
 
+  PieceMemory into_;
+  PieceBlocks blocks_;
   uint64_t value_bytes_ = 0;
   DType dtype_ = DType::unspecified;  // of a tile
   uint64_t element_count_ = 0;
   bool keeps_maxima_ = false;
-  Blocks value_;
-  Blocks rest_;
-  std::vector<float> master_;
 };
 
 /// One reading of a job and kReadingsOfUserMax of a user at a time. A snapshot that is read cannot
@@ -88,8 +102,9 @@ class SnapshotReadings {
   SnapshotReadings& operator=(const SnapshotReadings&) = delete;
 
   Result<SnapshotReading> begin(const SnapshotReadingRequest& request);
-  /// Verified; damage makes the snapshot's shards lost, and the error tells them.
-  void read(uint64_t reading_id, const SnapshotPlace& place, Read done);
+  /// Into memory that nobody else writes, until `done`. Verified there; damage makes the snapshot's
+  /// shards lost, and the error tells them.
+  void read(uint64_t reading_id, const SnapshotPlace& place, PieceMemory into, Read done);
   /// Nothing if it has ended. Reads in flight are finished.
   void end(uint64_t reading_id) { readings_.erase(reading_id); }
 

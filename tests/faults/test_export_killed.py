@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,7 +26,6 @@ from tests.faults.exports import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tests.daemons import Daemon
     from tests.faults.restarts import Restarts
@@ -129,3 +130,21 @@ def test_a_daemon_that_ends_in_the_middle_is_waited_for(
     assert process.returncode == 0, text
     assert "waits for the daemon" in text
     assert bytes_of(path) == bytes_of(tmp_path / "whole")
+
+
+def test_a_killed_command_leaves_no_memory_in_the_daemon(job: Daemon, tmp_path: Path) -> None:
+    with begun(job, tmp_path / "out", pieces=2) as process:
+        assert memory_of_exports(job)
+        process.kill()
+        process.wait(60)
+        end = time.monotonic() + 60
+        while memory_of_exports(job):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    assert "memd_snapshot_exports 0.0" in job.get("/metrics")
+
+
+def memory_of_exports(daemon: Daemon) -> list[str]:
+    """Mappings of the daemon."""
+    maps = Path(f"/proc/{daemon.process.pid}/maps").read_text()
+    return [line for line in maps.splitlines() if "memd-export" in line]

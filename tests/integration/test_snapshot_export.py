@@ -309,12 +309,15 @@ def test_one_export_of_a_job_runs_at_a_time_and_keeps_its_snapshot(
 
 def test_dropping_the_job_with_force_ends_the_export(daemon: Daemon, tmp_path: Path) -> None:
     make_job(daemon, blobs=24)
-    with DaemonClient(daemon.attach_socket) as client, DaemonClient(daemon.attach_socket) as other:
-        answers = client.read_snapshot(JOB, "first")
-        next(answers)
+    with (
+        DaemonClient(daemon.attach_socket) as client,
+        DaemonClient(daemon.attach_socket) as other,
+        client.read_snapshot(JOB, "first") as reading,
+    ):
+        reading.shards()
         other.drop_job(JOB, force=True)
         with pytest.raises(Refused, match="was dropped with its job") as caught:
-            list(answers)
+            list(reading.pieces())
     assert caught.value.code is StatusCode.FENCED
 
 

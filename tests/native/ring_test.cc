@@ -97,6 +97,21 @@ class RingTest : public testing::Test {
   std::vector<uint32_t> unused_;  // gradients of which the client said so
 };
 
+TEST(SharedMemoryTest, memory_for_readers_is_written_by_its_maker_alone) {
+  auto made = SharedMemory::create_for_readers("readers", 8192);
+  ASSERT_TRUE(made.is_ok()) << made.status().message();
+  const SharedMemory memory = std::move(made).value();
+  memory.data()[4096] = std::byte{7};
+  EXPECT_EQ(mmap(nullptr, 8192, PROT_READ | PROT_WRITE, MAP_SHARED, memory.fd(), 0), MAP_FAILED);
+  EXPECT_EQ(pwrite(memory.fd(), "x", 1, 0), -1);
+  EXPECT_EQ(ftruncate(memory.fd(), 4096), -1);
+  void* const data = mmap(nullptr, 8192, PROT_READ, MAP_SHARED, memory.fd(), 0);
+  ASSERT_NE(data, MAP_FAILED);
+  EXPECT_EQ(static_cast<const std::byte*>(data)[4096], std::byte{7});
+  EXPECT_EQ(mprotect(data, 8192, PROT_READ | PROT_WRITE), -1);
+  munmap(data, 8192);
+}
+
 TEST_F(RingTest, requests_and_completions_keep_their_order_across_the_wrap) {
   constexpr uint32_t kCount = 3 * kRingEntries + 7;
   std::thread client([&] {

@@ -959,12 +959,20 @@ class SnapshotReadingTest : public SnapshotTest {
                                   .piece_first = piece_first,
                                   .identity = identity});
   }
+  /// Behind bytes that are another piece's.
+  static PieceMemory memory(uint64_t bytes = 8_MiB) {
+    auto made = SharedMemory::create_for_readers("export", bytes);
+    EXPECT_TRUE(made.is_ok()) << made.status().message();
+    return {.memory = std::make_shared<SharedMemory>(std::move(made).value()),
+            .offset_bytes = kBlockBytes};
+  }
   static Result<SnapshotReadings::Piece> piece(Heart& heart,
                                                uint64_t reading_id,
                                                const SnapshotPlace& place) {
     std::optional<Result<SnapshotReadings::Piece>> answer;
-    readings(heart).read(
-        reading_id, place, [&](Result<SnapshotReadings::Piece> read) { answer = std::move(read); });
+    readings(heart).read(reading_id, place, memory(), [&](Result<SnapshotReadings::Piece> read) {
+      answer = std::move(read);
+    });
     EXPECT_TRUE(heart.until([&] { return answer.has_value(); }));
     return answer.value_or(error(StatusCode::deadline, "no answer"));
   }
@@ -1071,6 +1079,32 @@ TEST_F(SnapshotReadingTest, a_snapshot_that_is_read_is_not_dropped) {
   EXPECT_TRUE(drop(heart, "first").is_ok());
 }
 
+TEST_F(SnapshotReadingTest, a_piece_that_has_no_room_in_its_memory_is_refused) {
+  Heart heart(disk_);
+  begin(heart);
+  ASSERT_TRUE(train(heart, 10).is_ok());
+  ASSERT_TRUE(create(heart, "first").is_ok());
+  const auto reading = begin_reading(heart, "first");
+  ASSERT_TRUE(reading.is_ok());
+  const SnapshotContents contents(reading.value().record);
+  const SnapshotPlace last = *contents.place(contents.piece_count() - 1);
+  const PieceMemory all = memory(kBlockBytes + contents.memory_bytes(last));
+  const auto code_at = [&](uint64_t offset_bytes) {
+    std::optional<StatusCode> code;
+    readings(heart).read(
+        reading.value().reading_id,
+        last,
+        {.memory = all.memory, .offset_bytes = offset_bytes},
+        [&](const Result<SnapshotReadings::Piece>& piece) { code = piece.status().code(); });
+    EXPECT_TRUE(heart.until([&] { return code.has_value(); }));
+    return code.value_or(StatusCode::deadline);
+  };
+  EXPECT_EQ(code_at(kBlockBytes), StatusCode::ok);
+  EXPECT_EQ(code_at(2 * kBlockBytes), StatusCode::invalid_argument);
+  EXPECT_EQ(code_at(1), StatusCode::invalid_argument) << "the disk fills whole blocks";
+  EXPECT_EQ(code_at(UINT64_MAX - kBlockBytes + 1), StatusCode::invalid_argument);
+}
+
 TEST_F(SnapshotReadingTest, a_job_has_one_reading_and_a_user_four) {
   Heart heart(disk_, 5 * (kFloorSegments + 1) + 2 * kFloorSegments + 8);
   begin(heart);
@@ -1141,6 +1175,7 @@ TEST_F(SnapshotReadingTest, a_job_that_is_dropped_with_force_ends_its_readings) 
   readings(heart).read(
       reading.value().reading_id,
       *contents.place(0),
+      memory(),
       [&](const Result<SnapshotReadings::Piece>& piece) { read = piece.status(); });
   ASSERT_TRUE(drop_job(heart, true).is_ok());
   EXPECT_FALSE(read.has_value());

@@ -963,12 +963,12 @@ class Server:
         One of a job, and four of a user at a time. The snapshot cannot be dropped until end_snapshot_reading().
         """
 
-    def read_snapshot(self, reading_id: int, place: SnapshotPlace, *, timeout_s: float) -> SnapshotPiece:
-        """Below all other I/O, and verified."""
+    def read_snapshot(self, reading_id: int, place: SnapshotPlace, memory: SnapshotMemory, *, offset_bytes: int, timeout_s: float) -> SnapshotPiece:
+        """Below all other I/O, and verified. The memory lives until it is read."""
 
     def end_snapshot_reading(self, reading_id: int) -> None: ...
 
-def checksum(bytes: bytes) -> int:
+def checksum(bytes: bytes | memoryview) -> int:
     """XXH3-64."""
 
 class SnapshotShard:
@@ -1014,23 +1014,39 @@ class SnapshotRun:
     @property
     def element_count(self) -> int: ...
 
+class SnapshotMemory:
+    """
+    Bytes that the daemon fills for an export, and that whoever gets the descriptor can map for reading alone.
+    """
+
+    def __init__(self, bytes: int) -> None:
+        """Pages appear when they are filled."""
+
+    @property
+    def fd(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
 class SnapshotPiece:
-    """Verified bytes; a part that was never written is empty, and zero."""
+    """
+    Verified bytes: where each part lies in the export's memory, and how many it has. A part that was never written has none, and is zero.
+    """
 
     @property
-    def value(self) -> bytes: ...
+    def value(self) -> tuple[int, int]: ...
 
     @property
-    def exp_avg(self) -> bytes: ...
+    def exp_avg(self) -> tuple[int, int]: ...
 
     @property
-    def exp_avg_sq(self) -> bytes: ...
+    def exp_avg_sq(self) -> tuple[int, int]: ...
 
     @property
-    def max_exp_avg_sq(self) -> bytes: ...
+    def max_exp_avg_sq(self) -> tuple[int, int]: ...
 
     @property
-    def master(self) -> bytes:
+    def master(self) -> tuple[int, int]:
         """fp32, for bf16 alone: the value with its remainder."""
 
 class SnapshotReading:
@@ -1057,6 +1073,9 @@ class SnapshotReading:
     def shard(self, index: int) -> SnapshotShard: ...
 
     def place(self, piece: int) -> SnapshotPlace: ...
+
+    def memory_bytes(self, place: SnapshotPlace) -> int:
+        """That its piece takes: whole blocks, some 5 MiB at most."""
 
     def runs(self, tile: SnapshotPlace) -> list[SnapshotRun]:
         """In the order of the tile's elements."""

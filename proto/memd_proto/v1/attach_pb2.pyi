@@ -20,24 +20,28 @@ class Welcome(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., daemon_version: _Optional[str] = ..., token: _Optional[str] = ..., control_address: _Optional[str] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class Descriptors(_message.Message):
-    __slots__ = ("kind", "session_id", "segment_first", "segment_count")
+    __slots__ = ("kind", "session_id", "segment_first", "segment_count", "reading_id")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Descriptors.Kind]
         KIND_SESSION: _ClassVar[Descriptors.Kind]
         KIND_SEGMENTS: _ClassVar[Descriptors.Kind]
+        KIND_EXPORT: _ClassVar[Descriptors.Kind]
     KIND_UNSPECIFIED: Descriptors.Kind
     KIND_SESSION: Descriptors.Kind
     KIND_SEGMENTS: Descriptors.Kind
+    KIND_EXPORT: Descriptors.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIRST_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    READING_ID_FIELD_NUMBER: _ClassVar[int]
     kind: Descriptors.Kind
     session_id: int
     segment_first: int
     segment_count: int
-    def __init__(self, kind: _Optional[_Union[Descriptors.Kind, str]] = ..., session_id: _Optional[int] = ..., segment_first: _Optional[int] = ..., segment_count: _Optional[int] = ...) -> None: ...
+    reading_id: int
+    def __init__(self, kind: _Optional[_Union[Descriptors.Kind, str]] = ..., session_id: _Optional[int] = ..., segment_first: _Optional[int] = ..., segment_count: _Optional[int] = ..., reading_id: _Optional[int] = ...) -> None: ...
 
 class SegmentsWanted(_message.Message):
     __slots__ = ("session_id", "segment_first")

@@ -224,18 +224,20 @@ class ReadSnapshotResponse(_message.Message):
     def __init__(self, contents: _Optional[_Union[SnapshotContents, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[SnapshotShard, _Mapping]]] = ..., runs: _Optional[_Iterable[_Union[SnapshotRun, _Mapping]]] = ..., piece_next: _Optional[int] = ...) -> None: ...
 
 class SnapshotContents(_message.Message):
-    __slots__ = ("snapshot", "identity", "shard_count", "piece_first", "piece_count")
+    __slots__ = ("snapshot", "identity", "shard_count", "piece_first", "piece_count", "reading_id")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     SHARD_COUNT_FIELD_NUMBER: _ClassVar[int]
     PIECE_FIRST_FIELD_NUMBER: _ClassVar[int]
     PIECE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    READING_ID_FIELD_NUMBER: _ClassVar[int]
     snapshot: Snapshot
     identity: int
     shard_count: int
     piece_first: int
     piece_count: int
-    def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., identity: _Optional[int] = ..., shard_count: _Optional[int] = ..., piece_first: _Optional[int] = ..., piece_count: _Optional[int] = ...) -> None: ...
+    reading_id: int
+    def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., identity: _Optional[int] = ..., shard_count: _Optional[int] = ..., piece_first: _Optional[int] = ..., piece_count: _Optional[int] = ..., reading_id: _Optional[int] = ...) -> None: ...
 
 class SnapshotShard(_message.Message):
     __slots__ = ("spec", "generation", "written", "has_moments")
@@ -250,13 +252,15 @@ class SnapshotShard(_message.Message):
     def __init__(self, spec: _Optional[_Union[_types_pb2.ShardSpec, _Mapping]] = ..., generation: _Optional[int] = ..., written: bool = ..., has_moments: bool = ...) -> None: ...
 
 class SnapshotRun(_message.Message):
-    __slots__ = ("shard", "part", "offset_bytes", "data")
+    __slots__ = ("shard", "part", "offset_bytes", "memory_offset_bytes", "length_bytes")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_BYTES_FIELD_NUMBER: _ClassVar[int]
     shard: int
     part: SnapshotPart
     offset_bytes: int
-    data: bytes
-    def __init__(self, shard: _Optional[int] = ..., part: _Optional[_Union[SnapshotPart, str]] = ..., offset_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    memory_offset_bytes: int
+    length_bytes: int
+    def __init__(self, shard: _Optional[int] = ..., part: _Optional[_Union[SnapshotPart, str]] = ..., offset_bytes: _Optional[int] = ..., memory_offset_bytes: _Optional[int] = ..., length_bytes: _Optional[int] = ...) -> None: ...

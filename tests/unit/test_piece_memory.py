@@ -1,0 +1,97 @@
+"""The memory of an export: pieces lie in it first in, first out, and its caller cannot write it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from memd.service.piece_memory import PieceMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def memory() -> Iterator[PieceMemory]:
+    with PieceMemory() as made:
+        yield made
+
+
+def taken(memory: PieceMemory, size_bytes: int) -> list[int]:
+    """Places until there is none."""
+    offsets = []
+    while (offset := memory.take(size_bytes)) is not None:
+        offsets.append(offset)
+    return offsets
+
+
+def release(memory: PieceMemory, count: int) -> None:
+    os.eventfd_write(memory.event_fd, count)
+    memory.release()
+
+
+def test_a_place_is_taken_again_once_its_piece_is_released(memory: PieceMemory) -> None:
+    all_bytes = memory.memory.bytes
+    assert taken(memory, 3 * MIB) == [i * 3 * MIB for i in range(all_bytes // (3 * MIB))]
+    memory.release()
+    assert memory.take(3 * MIB) is None
+    release(memory, 1)
+    # The end is too short for one more: what lies behind it begins anew.
+    assert taken(memory, 3 * MIB) == [0]
+    release(memory, 2)
+    assert taken(memory, 2 * MIB) == [3 * MIB, 5 * MIB, 7 * MIB]
+
+
+def test_no_two_pieces_share_a_byte_whatever_their_sizes(memory: PieceMemory) -> None:
+    sizes = [(number * 7919 % 1280 + 1) * 4096 for number in range(500)]
+    held: list[tuple[int, int]] = []
+    for size in sizes:
+        while (offset := memory.take(size)) is None:
+            held.pop(0)
+            release(memory, 1)
+        assert offset + size <= memory.memory.bytes
+        assert all(offset + size <= begin or end <= offset for begin, end in held)
+        held.append((offset, offset + size))
+
+
+def test_as_many_small_pieces_are_out_as_a_socket_holds_messages_of(memory: PieceMemory) -> None:
+    count = len(taken(memory, 4096))
+    assert count < memory.memory.bytes // 4096
+    release(memory, 1)
+    assert len(taken(memory, 4096)) == 1
+
+
+def test_a_piece_without_bytes_is_released_in_its_turn(memory: PieceMemory) -> None:
+    assert memory.take(4096) == 0
+    assert memory.take(0) == 4096
+    assert memory.take(16 * MIB - 4096) == 4096
+    assert memory.take(4096) is None
+    release(memory, 1)
+    assert memory.take(4096) == 0
+    assert memory.take(4096) is None, "the empty one takes none of the room that is released"
+
+
+def test_a_caller_that_releases_more_than_it_has_gets_no_more_than_all(memory: PieceMemory) -> None:
+    before = len(taken(memory, MIB))
+    release(memory, 10**9)
+    assert len(taken(memory, MIB)) == before
+
+
+def test_a_caller_reads_what_it_is_sent_and_writes_nothing(memory: PieceMemory) -> None:
+    received = os.dup(memory.memory.fd)
+    try:
+        with mmap.mmap(received, 0, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
+            assert mapping[:4096] == bytes(4096)
+        with pytest.raises(PermissionError):
+            mmap.mmap(received, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(PermissionError):
+            os.pwrite(received, b"x", 0)
+        with pytest.raises(PermissionError):
+            os.truncate(received, 4096)
+    finally:
+        os.close(received)
