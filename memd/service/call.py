@@ -188,6 +188,7 @@ class Gate(grpc.ServerInterceptor):
         self._places = Places()
         self._lock = Lock()
         self._rejections: Counter[str] = Counter()
+        self._under_way = 0
 
     def admission_rejections(self) -> Counter[str]:
         """Attach calls refused, by the name of the status code."""
@@ -196,6 +197,11 @@ class Gate(grpc.ServerInterceptor):
 
     def places_taken(self, kind: Kind) -> int:
         return self._places.count(kind)
+
+    def is_idle(self) -> bool:
+        """No caller of memd.v1 waits for an answer, or for the rest of one that was sent."""
+        with self._lock:
+            return self._under_way == 0
 
     def intercept_service(
         self,
@@ -277,9 +283,17 @@ class Gate(grpc.ServerInterceptor):
                 "control socket, which gives one to the process that connects",
             )
         call = Call(peer=peer, context=context)
+        with self._lock:
+            self._under_way += 1
+        if not context.add_callback(self._end):
+            self._end()
         if method not in _READING:
             call.timeout_s()
         return call
+
+    def _end(self) -> None:
+        with self._lock:
+            self._under_way -= 1
 
     def _fail(
         self, method: str, context: grpc.ServicerContext, error: Refused | StatusError

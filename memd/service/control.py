@@ -45,6 +45,8 @@ SERVICES = (
     "memd.v1.TensorService",
 )
 
+# How often the end looks whether a call is under way.
+_LOOK_S = 0.05
 # Health has no place of its own, and a call that finds none is told so by a thread.
 _SPARE = 8
 WORKERS_MAX = sum(kind.all_max for kind in KINDS) + _SPARE
@@ -114,8 +116,13 @@ class ControlServer:
             self._health.set(service, kinds.SERVING if is_serving else kinds.NOT_SERVING)
 
     def stop(self, *, grace_s: float) -> None:
-        """Takes no new calls, and waits for those under way until the grace is over."""
+        """Takes no new calls, and waits for those under way until the grace is over. Exports are
+        ended."""
         self._health.enter_graceful_shutdown()
         self._jobs.end_exports()
-        self._grpc.stop(grace_s).wait()
+        stopped = self._grpc.stop(grace_s)
+        # gRPC waits for connections too, and one whose process stands still never answers.
+        while not stopped.wait(_LOOK_S) and not self.gate.is_idle():
+            pass
+        self._grpc.stop(None).wait()
         self._workers.shutdown(wait=False)

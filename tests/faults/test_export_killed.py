@@ -132,6 +132,24 @@ def test_a_daemon_that_ends_in_the_middle_is_waited_for(
     assert bytes_of(path) == bytes_of(tmp_path / "whole")
 
 
+def test_a_command_that_stands_still_does_not_hold_up_the_end_of_the_daemon(
+    restarts: Restarts, tmp_path: Path
+) -> None:
+    make_job(restarts.daemon, blobs=LARGE_BLOBS)
+    path = tmp_path / "out"
+    with begun(restarts.daemon, path, pace_s=PACE_S) as process:
+        wait_for(partial_of(path) / "files" / "blobs.safetensors")
+        process.send_signal(signal.SIGSTOP)
+        restarts.daemon.process.terminate()
+        # Other calls that are under way have 20 s.
+        assert restarts.daemon.process.wait(15) == 0
+        process.send_signal(signal.SIGCONT)
+        restarts.begin_start()
+        _, text = process.communicate(timeout=120)
+    restarts.settle()
+    assert process.returncode == 0, text
+
+
 def test_a_killed_command_leaves_no_memory_in_the_daemon(job: Daemon, tmp_path: Path) -> None:
     with begun(job, tmp_path / "out", pieces=2) as process:
         assert memory_of_exports(job)
