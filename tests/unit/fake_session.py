@@ -31,7 +31,9 @@ from memd_native import MODE_OVERWRITE, MODE_READ, PART_GRADIENT, PART_VALUE
 from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2, types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from memd_client.connection.calls import SnapshotReading
 
 _INVALID_ARGUMENT, _NOT_FOUND, _ALREADY_EXISTS, _CAPACITY, _FENCED, _DEADLINE = 1, 2, 3, 5, 8, 9
 
@@ -604,9 +606,7 @@ class FakeDaemon:
         self.calls.append("list_snapshots")
         return job_pb2.ListSnapshotsResponse()
 
-    def read_snapshot(
-        self, request: job_pb2.ReadSnapshotRequest
-    ) -> Generator[job_pb2.ReadSnapshotResponse]:
+    def read_snapshot(self, request: job_pb2.ReadSnapshotRequest) -> SnapshotReading:
         raise NotImplementedError
 
     def drop_snapshot(self, request: job_pb2.DropSnapshotRequest) -> job_pb2.DropSnapshotResponse:

@@ -30,7 +30,7 @@ CLIENT_PACKAGES = {
     ),
     "connection": (
         *("shard", "calls", "retry", "attach", "temporary_folders", "embedded", "control"),
-        "reattach",
+        *("snapshot_reading", "reattach"),
     ),
     "core": (
         *("backward", "gradient_order", "leases", "tensor_streams", "registry"),

@@ -83,12 +83,12 @@ class SnapshotItems:
                 offset += source.size_bytes
             item.write_prefix(self._file)
 
-    def take(self, run: job_pb2.SnapshotRun) -> None:
+    def take(self, run: job_pb2.SnapshotRun, data: memoryview) -> None:
         """See `SnapshotTaker`."""
         for item, begin, size_bytes in self._places.get((run.shard, run.part), ()):
             # A frozen parameter with an odd number of bytes has one more in the daemon.
-            data = memoryview(run.data)[: max(size_bytes - run.offset_bytes, 0)]
-            item.write(self._file, begin + run.offset_bytes, data)
+            its = data[: max(size_bytes - run.offset_bytes, 0)]
+            item.write(self._file, begin + run.offset_bytes, its)
 
     def finish(self) -> None:
         """Once the snapshot was read."""

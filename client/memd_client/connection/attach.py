@@ -71,6 +71,19 @@ class AttachConnection:
             )
         return fds[0], fds[1], fds[2]
 
+    def reading_descriptors(self, reading_id: int) -> tuple[int, int]:
+        """Descriptors of the memory and the event of a snapshot's reading, which the daemon sends
+        before the first answer. The caller owns them."""
+        with self._lock:
+            descriptors, fds = self._receive_descriptors()
+        expected = descriptors.kind == attach_pb2.Descriptors.KIND_EXPORT
+        if not expected or descriptors.reading_id != reading_id or len(fds) != 2:
+            _close_all(fds)
+            raise DaemonUnavailable(
+                f"the daemon sent descriptors that are not those of reading {reading_id}"
+            )
+        return fds[0], fds[1]
+
     def segments(self, session_id: int, first: int) -> list[int]:
         """Descriptors of the arena's segments from `first` on, at most 64. The caller owns them."""
         wanted = attach_pb2.SegmentsWanted(session_id=session_id, segment_first=first)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Iterator
 
     from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2
 
@@ -41,6 +42,25 @@ class TensorCalls(Protocol):
     ) -> tensor_pb2.PutMomentsResponse: ...
 
 
+class SnapshotReading(AbstractContextManager["SnapshotReading"], Protocol):
+    """A snapshot that the daemon reads: `snapshot_reading.SnapshotReading`. Its memory is given
+    back with the end of the context."""
+
+    @property
+    def contents(self) -> job_pb2.SnapshotContents: ...
+    def shards(self) -> list[job_pb2.SnapshotShard]:
+        """In the catalogue's order. Once, before the pieces."""
+        ...
+
+    def pieces(self) -> Iterator[job_pb2.ReadSnapshotResponse]:
+        """Asking for the next one releases the bytes of a piece of which the last message came."""
+        ...
+
+    def bytes_of(self, run: job_pb2.SnapshotRun) -> memoryview:
+        """Valid until the next message is asked for."""
+        ...
+
+
 class ControlPlane(TensorCalls, Protocol):
     """The calls of one session."""
 
@@ -66,9 +86,7 @@ class ControlPlane(TensorCalls, Protocol):
     def list_snapshots(
         self, request: job_pb2.ListSnapshotsRequest
     ) -> job_pb2.ListSnapshotsResponse: ...
-    def read_snapshot(
-        self, request: job_pb2.ReadSnapshotRequest
-    ) -> Generator[job_pb2.ReadSnapshotResponse]: ...
+    def read_snapshot(self, request: job_pb2.ReadSnapshotRequest) -> SnapshotReading: ...
     def drop_snapshot(
         self, request: job_pb2.DropSnapshotRequest
     ) -> job_pb2.DropSnapshotResponse: ...

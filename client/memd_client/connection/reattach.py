@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from memd_client.base.interrupts import pause
 from memd_client.base.process import OwnProcess
 from memd_client.connection.attach import AttachConnection
+from memd_client.connection.snapshot_reading import SnapshotReading
 from memd_client.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
@@ -29,7 +30,7 @@ from memd_client.errors import (
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Iterator
 
     from memd_client.base.address import UnixAddress
     from memd_client.connection.calls import StepCall
@@ -120,6 +121,10 @@ class Reattach:
         any other thread goes on.
         """
         self._on_return = listener
+
+    @property
+    def where(self) -> UnixAddress:
+        return self._where
 
     @property
     def connection(self) -> AttachConnection:
@@ -386,10 +391,8 @@ class ReattachingControl:
     ) -> job_pb2.ListSnapshotsResponse:
         return self._reattach.calling(lambda: self._control.list_snapshots(request))
 
-    def read_snapshot(
-        self, request: job_pb2.ReadSnapshotRequest
-    ) -> Generator[job_pb2.ReadSnapshotResponse]:
-        return self._control.read_snapshot(request)
+    def read_snapshot(self, request: job_pb2.ReadSnapshotRequest) -> SnapshotReading:
+        return SnapshotReading(self._reattach.where, request)
 
     def drop_snapshot(self, request: job_pb2.DropSnapshotRequest) -> job_pb2.DropSnapshotResponse:
         return self._reattach.calling(lambda: self._control.drop_snapshot(request))

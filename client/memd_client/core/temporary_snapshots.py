@@ -22,7 +22,7 @@ from memd_proto.v1 import job_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from memd_client.connection.calls import ControlPlane
+    from memd_client.connection.calls import ControlPlane, SnapshotReading
     from memd_client.connection.retry import Retrying
 
 PREFIX = "async_save/"
@@ -41,8 +41,8 @@ class SnapshotTaker(Protocol):
         """Called once, before the first run. Runs have places in this list."""
         ...
 
-    def take(self, run: job_pb2.SnapshotRun) -> None:
-        """Called once for each run of bytes."""
+    def take(self, run: job_pb2.SnapshotRun, data: memoryview) -> None:
+        """Called once for each run of bytes, which are `data` until it returns."""
         ...
 
 
@@ -243,23 +243,15 @@ class _Reading:
             piece_first=self._piece_next,
             identity=self._identity,
         )
-        answers = self._control.read_snapshot(request)
-        try:
-            contents = next(answers).contents
-            self._take_shards(answers, contents)
-            self._take_pieces(answers)
-            if self._piece_next != contents.piece_count:
+        with self._control.read_snapshot(request) as reading:
+            self._take_shards(reading)
+            self._take_pieces(reading)
+            if self._piece_next != reading.contents.piece_count:
                 raise DaemonUnavailable("the daemon broke the reading of a snapshot off")
-        finally:
-            answers.close()
         self._is_done = True
 
-    def _take_shards(
-        self, answers: Iterator[job_pb2.ReadSnapshotResponse], contents: job_pb2.SnapshotContents
-    ) -> None:
-        shards: list[job_pb2.SnapshotShard] = []
-        while len(shards) < contents.shard_count:
-            shards += next(answers).shards
+    def _take_shards(self, reading: SnapshotReading) -> None:
+        shards, contents = reading.shards(), reading.contents
         if not self._identity:
             self._identity = contents.identity
             self._taker.begin(shards)
@@ -269,15 +261,15 @@ class _Reading:
                 "daemon restarted"
             )
 
-    def _take_pieces(self, answers: Iterator[job_pb2.ReadSnapshotResponse]) -> None:
-        """A piece is sent in several messages, and counts once all of them are here: another daemon
-        sends it again."""
+    def _take_pieces(self, reading: SnapshotReading) -> None:
+        """A piece may come in several messages, and counts once all of them are here: another
+        daemon sends it again."""
         runs: list[job_pb2.SnapshotRun] = []
-        for answer in answers:
+        for answer in reading.pieces():
             safe_point()
             runs += answer.runs
             if answer.piece_next > self._piece_next:
                 for run in runs:
-                    self._taker.take(run)
+                    self._taker.take(run, reading.bytes_of(run))
                 runs.clear()
                 self._piece_next = answer.piece_next
