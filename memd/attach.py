@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 from google.protobuf.message import DecodeError
 
 from memd import __version__
+from memd.identity import UidIdentity
+from memd.owner import Owner, tenant_of
 from memd.peers import Peer, Session
 from memd.refusal import Refused, StatusCode
 from memd.users import by_whom
@@ -30,6 +32,7 @@ from memd_proto.v1 import attach_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from memd.identity import Identity
     from memd.peers import Peers
     from memd_native import KeptSession, Server, SessionGrant
 
@@ -53,8 +56,15 @@ class AttachListener:
     """
 
     def __init__(
-        self, listening: socket.socket, *, server: Server, peers: Peers, control_address: str
+        self,
+        listening: socket.socket,
+        *,
+        server: Server,
+        peers: Peers,
+        control_address: str,
+        identity: Identity | None = None,
     ) -> None:
+        self._identity = identity or UidIdentity()
         self._server = server
         self._peers = peers
         self._control_address = control_address
@@ -96,6 +106,7 @@ class AttachListener:
                 connection=None,
                 start_time=each.start_time,
                 sessions={session.session_id: session},
+                identified=self._owner_of(each.uid, session.job_name),
             )
             self._peers.add_kept(peer)
             self._watch(pidfd, partial(self._end, peer, reason="process died"))
@@ -110,6 +121,12 @@ class AttachListener:
             )
         wait(ending)
         self._server.redo_steps()
+
+    def _owner_of(self, uid: int, job_name: str) -> Owner | None:
+        """The owner of a kept session, for the limits."""
+        if isinstance(self._identity, UidIdentity):
+            return None
+        return Owner(uid=uid, tenant=tenant_of(job_name))
 
     def start(self) -> None:
         self._watch(self._listening.fileno(), self._accept)
@@ -178,6 +195,7 @@ class AttachListener:
     def _welcome(self, peer: Peer, connection: socket.socket) -> None:
         welcome = attach_pb2.Welcome(protocol_version=PROTOCOL_VERSION)
         try:
+            peer.identified = self._identity.of_peer(peer)
             self._peers.add(peer)
         except Refused as refused:
             self._refuse(connection, refused, uid=peer.uid)
@@ -245,7 +263,7 @@ class AttachListener:
         values = {
             "session": session.session_id,
             "job": session.job_name,
-            **by_whom(uid=peer.uid, pid=peer.pid),
+            **by_whom(peer),
             "reason": reason,
         }
         began = time.monotonic()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -23,7 +25,6 @@ from memd_proto.v1 import (
 
 if TYPE_CHECKING:
     from collections.abc import Generator
-    from pathlib import Path
     from types import TracebackType
 
 _TIMEOUT_S = 30.0
@@ -36,6 +37,7 @@ class DaemonClient:
     """`with DaemonClient(settings.attach_socket) as daemon`. Each call raises Refused."""
 
     def __init__(self, attach_socket: Path) -> None:
+        credential = _credential()
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.settimeout(_TIMEOUT_S)
         try:
@@ -56,7 +58,7 @@ class DaemonClient:
                 or f"this memd speaks protocol version {PROTOCOL_VERSION} and the daemon version "
                 f"{welcome.protocol_version}; use the same memd for both",
             )
-        self._metadata = (("memd-token", welcome.token),)
+        self._metadata = (("memd-token", welcome.token), *credential)
         self._channel = grpc.insecure_channel(welcome.control_address)
 
     def __enter__(self) -> DaemonClient:
@@ -178,6 +180,21 @@ class DaemonClient:
             return method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise _refused(error) from error
+
+
+def _credential() -> tuple[tuple[str, str], ...]:
+    """For a daemon that knows its users by tokens of service accounts; as the client's own."""
+    path = os.environ.get("MEMD_TOKEN_FILE")
+    if not path:
+        return ()
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(
+            StatusCode.INVALID_ARGUMENT,
+            f"MEMD_TOKEN_FILE: {path} cannot be read as a token: {error}",
+        ) from error
+    return (("memd-credential", token),)
 
 
 def _refused(error: grpc.RpcError) -> Refused:

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 DEFAULT_FILE = Path("/etc/memd/memd.toml")
 _ADDRESS = "MEMD_ADDRESS"
 # The address; the file's place; the unit's word about systemd; the client's. No settings.
-_OTHER_VARIABLES = {_ADDRESS, "MEMD_CONFIG", "MEMD_FDSTORE", "MEMD_REATTACH_SECONDS"}
+_OTHER_VARIABLES = {
+    *(_ADDRESS, "MEMD_CONFIG", "MEMD_FDSTORE", "MEMD_REATTACH_SECONDS"),
+    "MEMD_TOKEN_FILE",
+}
 # Kubernetes tells every container of a service named memd where it is.
 _FOREIGN_PREFIXES = ("MEMD_SERVICE_", "MEMD_PORT")
 # sun_path of sockaddr_un, with its end.
@@ -61,6 +64,19 @@ class Settings:
     # take such a page away from the daemon, which ends it. A write to a parameter through `.data`
     # or a view changes it for everybody at once, also where it is refused.
     huge_pages: bool = False
+    # uid, cgroup or token: what tells whose jobs a process uses. The kernel's uid; the pod, from
+    # the process's control group, which needs the machine's PID namespace; or the token of a
+    # service account, which the process names with MEMD_TOKEN_FILE.
+    identity: str = "uid"
+    # For identity = "token": a JWKS file with the public keys of the issuer, read anew when it
+    # changes; `kubectl get --raw /openid/v1/jwks` writes a cluster's.
+    token_keys: str = ""
+    # The issuer that a token must name, such as https://kubernetes.default.svc.cluster.local.
+    token_issuer: str = ""
+    # The audience that a token must name.
+    token_audience: str = "memd"
+    # Service accounts, as NAMESPACE:NAME, and other subjects of tokens that administer all jobs.
+    administrators: tuple[str, ...] = ()
     # How many jobs there may be.
     max_jobs: int = 64
     # How long a holder waits for the next daemon before it frees the memory; 0: no holder.
@@ -119,6 +135,11 @@ def load(
                 f"{origins['socket']}: socket: a unix socket's path has at most "
                 f"{_SOCKET_PATH_BYTES_MAX} bytes, choose a shorter folder: {path}"
             )
+    if settings.identity == "token" and not (settings.token_keys and settings.token_issuer):
+        raise SettingsError(
+            f'{origins["identity"]}: identity: "token" needs token_keys, a JWKS file, and '
+            "token_issuer, the issuer that tokens must name"
+        )
     return Configuration(settings=settings, origins=origins)
 
 
@@ -135,6 +156,8 @@ def shown(settings: Settings) -> dict[str, str]:
             texts[field.name] = os.pathsep.join(str(path) for path in value)
         elif field.name == "io_depth" and value == 0:
             texts[field.name] = "auto"
+        elif isinstance(value, tuple):
+            texts[field.name] = ",".join(value)
         elif isinstance(value, bool):
             texts[field.name] = str(value).lower()
         else:
@@ -295,6 +318,13 @@ def _endpoint(raw: object) -> str:
     return text
 
 
+def _names(raw: object) -> tuple[str, ...]:
+    items = raw.split(",") if isinstance(raw, str) else raw
+    if not isinstance(items, list | tuple):
+        raise ValueError(f"{raw!r} is not a list of names; write ['team:admin']")
+    return tuple(_text(item).strip() for item in items if item)
+
+
 _PARSERS: dict[str, Callable[[object], Any]] = {
     "socket": _path,
     "data": _paths,
@@ -307,6 +337,11 @@ _PARSERS: dict[str, Callable[[object], Any]] = {
     "io_depth": _depth,
     "update_threads": _integer(least=0, most=1024),
     "huge_pages": _switch,
+    "identity": _choice("uid", "cgroup", "token"),
+    "token_keys": _text,
+    "token_issuer": _text,
+    "token_audience": _text,
+    "administrators": _names,
     "max_jobs": _integer(least=1, most=10_000),
     "holder_seconds": _integer(least=0, most=86_400),
     "scrub": _size_or_none,

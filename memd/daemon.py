@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from memd import __version__, attach, calibration
 from memd import log as logs
 from memd.config import RELOADABLE, SettingsError, shown
+from memd.identity import CgroupIdentity, TokenIdentity, UidIdentity
 from memd.keeper import find_keeper
 from memd.metrics import DaemonCollector, MetricsServer
 from memd.peers import DESCRIPTORS_MAX, Peers
@@ -34,7 +35,8 @@ from memd_native import EXTENTS_ARE_HASHED, Server
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from memd.config import Configuration
+    from memd.config import Configuration, Settings
+    from memd.identity import Identity
     from memd.keeper import Keeper
 
 log = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ class Daemon:
             attach_socket = self._attach_socket()
             stack.callback(_unlink, settings.attach_socket, attach_socket is None)
             _remove_stale(settings.socket)
+            identity = self._identity()
             # A taken port is found out before a volume is formatted.
             metrics = self._bind_metrics()
             if metrics is not None:
@@ -104,8 +107,14 @@ class Daemon:
                 server=server,
                 peers=peers,
                 control_address=f"unix://{settings.socket}",
+                identity=identity,
             )
-            control = ControlServer(server, peers=peers, jobs_max=lambda: self._settings.max_jobs)
+            control = ControlServer(
+                server,
+                peers=peers,
+                jobs_max=lambda: self._settings.max_jobs,
+                identity=identity,
+            )
             control.listen(settings.socket)
             stack.callback(_unlink, settings.socket)
             if metrics is not None:
@@ -125,6 +134,14 @@ class Daemon:
             self._wait(server, control, signal_fd=signal_fd, parent=parent, keeper=keeper)
             self._is_ready = False
         log.info("stopped")
+
+    def _identity(self) -> Identity:
+        settings = self._settings
+        if settings.identity == "cgroup":
+            return CgroupIdentity()
+        if settings.identity == "token":
+            return token_identity(settings)
+        return UidIdentity()
 
     def _watched_parent(self) -> int | None:
         if self._options.parent_pid is None:
@@ -414,6 +431,23 @@ class Daemon:
             "settings reloaded",
             extra={"changed": ",".join(taken), "after_a_restart": ",".join(waiting)},
         )
+
+
+def token_identity(settings: Settings) -> TokenIdentity:
+    """Refused where the keys cannot be used, or what checks signatures is not installed."""
+    try:
+        from memd.tokens import TokenKeys
+    except ModuleNotFoundError as error:
+        raise Refused(
+            StatusCode.INVALID_ARGUMENT,
+            f"identity = \"token\" needs the package {error.name}: pip install 'memd[token]'",
+        ) from error
+    keys = TokenKeys(
+        Path(settings.token_keys),
+        issuer=settings.token_issuer,
+        audience=settings.token_audience,
+    )
+    return TokenIdentity(keys, administrators=settings.administrators)
 
 
 @contextlib.contextmanager

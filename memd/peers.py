@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from memd.owner import Owner, owner_by_uid
 from memd.refusal import Refused, StatusCode
 
 if TYPE_CHECKING:
@@ -55,7 +56,13 @@ class Peer:
     pidfd_inode: int = 0  # its process's alone for as long as the machine runs; 0: not known
     token: str = field(default_factory=lambda: secrets.token_hex(32))
     sessions: dict[int, Session] = field(default_factory=dict)
+    identified: Owner | None = None  # set once, by the identity that the daemon is set to
     connection_number: int = field(default_factory=lambda: next(_connection_numbers))
+
+    @property
+    def owner(self) -> Owner:
+        """The user, as long as nothing else has told whose jobs it uses."""
+        return self.identified or owner_by_uid(self.uid)
 
     @property
     def is_known(self) -> bool:
@@ -71,6 +78,11 @@ class Peer:
         if self.pidfd_inode:
             return 0, -self.pidfd_inode, self.uid
         return -self.connection_number, 0, self.uid
+
+
+def _name(peer: Peer) -> str:
+    """Without the user's name, which may come from the network: others wait for the lock."""
+    return peer.owner.tenant or f"user {peer.uid}"
 
 
 class Peers:
@@ -91,7 +103,11 @@ class Peers:
             # connections of before.
             if connected[peer.process] >= waiting[peer.process]:
                 taken = connected | waiting  # of each process the larger number
-                of_this_uid = sum(taken[process] for process in taken if process[2] == peer.uid)
+                of_this_user = sum(
+                    taken[process]
+                    for process, owner in self._owners().items()
+                    if owner == peer.owner.key
+                )
                 of_this_process = connected[peer.process]
                 is_back = waiting[peer.process] > 0
                 if of_this_process >= PEERS_PER_PROCESS_MAX and not is_back:
@@ -100,10 +116,10 @@ class Peers:
                         f"process {peer.pid} has {of_this_process} of at most "
                         f"{PEERS_PER_PROCESS_MAX} connections; close some",
                     )
-                if of_this_uid >= PEERS_PER_UID_MAX or taken.total() >= PEERS_MAX:
+                if of_this_user >= PEERS_PER_UID_MAX or taken.total() >= PEERS_MAX:
                     raise Refused(
                         StatusCode.CAPACITY,
-                        f"user {peer.uid} has {of_this_uid} of at most {PEERS_PER_UID_MAX} "
+                        f"{_name(peer)} has {of_this_user} of at most {PEERS_PER_UID_MAX} "
                         f"connections and the daemon {taken.total()} of at most {PEERS_MAX}; close "
                         "some",
                     )
@@ -126,6 +142,15 @@ class Peers:
             elif peer.sessions:
                 waiting[peer.process] += 1
         return connected, waiting
+
+    def _owners(self) -> dict[Process, int | str]:
+        return {peer.process: peer.owner.key for peer in self._by_token.values()}
+
+    def identify(self, peer: Peer, owner: Owner) -> None:
+        """The first word counts: a connection does not change its owner."""
+        with self._lock:
+            if peer.identified is None:
+                peer.identified = owner
 
     def find(self, token: str) -> Peer | None:
         with self._lock:
@@ -159,13 +184,13 @@ class Peers:
         for other in self._by_token.values():
             count = len(other.sessions)
             of_all += count
-            of_user += count if other.uid == peer.uid else 0
+            of_user += count if other.owner.key == peer.owner.key else 0
             of_process += count if other.process == peer.process else 0
             of_job += sum(each.job_id == job_id for each in other.sessions.values())
         for who, count, most in (
             (f"process {peer.pid}", of_process, SESSIONS_PER_PROCESS_MAX),
             ("this job", of_job, SESSIONS_PER_JOB_MAX),
-            (f"user {peer.uid}", of_user, SESSIONS_PER_UID_MAX),
+            (_name(peer), of_user, SESSIONS_PER_UID_MAX),
             ("the daemon", of_all, SESSIONS_MAX),
         ):
             if count >= most:

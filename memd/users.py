@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import pwd
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memd.peers import Peer
 
 
 def user_name(uid: int) -> str:
@@ -14,6 +18,7 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
-def by_whom(*, uid: int, pid: int) -> dict[str, object]:
-    """The user of an event of the log, and the process."""
-    return {"user": user_name(uid), "uid": uid, "pid": pid}
+def by_whom(peer: Peer) -> dict[str, object]:
+    """The user of an event of the log, the process, and the tenant where there are some."""
+    tenant = {"tenant": peer.owner.tenant} if peer.owner.tenant else {}
+    return {**tenant, "user": user_name(peer.uid), "uid": peer.uid, "pid": peer.pid}

@@ -89,9 +89,13 @@ def connect(
     else:
         last_words = None
     connection = AttachConnection(where)
-    control = Control(
-        address=connection.control_address, token=connection.token, last_words=last_words
-    )
+    try:
+        control = Control(
+            address=connection.control_address, token=connection.token, last_words=last_words
+        )
+    except MemdError:  # of the file that MEMD_TOKEN_FILE names
+        connection.close()
+        raise
     reattach = Reattach(
         where, connection=connection, control=control, request=request, seconds=seconds
     )

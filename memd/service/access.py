@@ -1,13 +1,12 @@
-"""Owners of jobs: a user has own jobs; root and the daemon's user administer all."""
+"""Owners of jobs have their own; root and the daemon's user administer all."""
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING
 
+from memd.owner import Owner
 from memd.refusal import Refused, StatusCode
-from memd.users import user_name
 
 if TYPE_CHECKING:
     from memd_native import Activity, JobInfo, Server
@@ -37,40 +36,42 @@ def _check_name(what: str, name: str) -> None:
         )
 
 
-def administers_all(uid: int) -> bool:
-    return uid in (0, os.geteuid())
+def may_administer(owner: Owner, job: JobInfo) -> bool:
+    return owner.administers_all or owner.owns(job)
 
 
-def may_administer(uid: int, job: JobInfo | Activity) -> bool:
-    return uid == job.uid or administers_all(uid)
+def may_see(owner: Owner, activity: Activity) -> bool:
+    return owner.administers_all or owner.owns_named(activity.job, uid=activity.uid)
 
 
-def find(server: Server, name: str) -> JobInfo | None:
-    return next((job for job in server.jobs() if job.name == name), None)
+def find(server: Server, stored_name: str) -> JobInfo | None:
+    return next((job for job in server.jobs() if job.name == stored_name), None)
 
 
-def administered_jobs(server: Server, *, uid: int, first: int) -> tuple[list[JobInfo], int]:
+def administered_jobs(server: Server, *, owner: Owner, first: int) -> tuple[list[JobInfo], int]:
     """A page of them, in the order of their ids, from `first` on; and where the next one begins, or
     0."""
-    jobs = [job for job in server.jobs() if job.job_id >= first and may_administer(uid, job)]
+    jobs = [job for job in server.jobs() if job.job_id >= first and may_administer(owner, job)]
     rest = jobs[JOBS_IN_PAGE:]
     return jobs[:JOBS_IN_PAGE], rest[0].job_id if rest else 0
 
 
-def administered_job(server: Server, name: str, *, uid: int) -> JobInfo:
-    job = find(server, name)
-    if job is None:
+def administered_job(server: Server, name: str, *, owner: Owner) -> JobInfo:
+    """By its own name, or by the one that lists show, which has the tenant in front."""
+    job = find(server, owner.stored_name(name)) or find(server, name)
+    # A tenant hears nothing of other tenants' jobs.
+    if job is None or (owner.tenant and not may_administer(owner, job)):
         raise Refused(
             StatusCode.NOT_FOUND, f"there is no job {name!r}; `memd job list` shows those there are"
         )
-    if not may_administer(uid, job):
-        raise foreign_job(job, uid=uid)
+    if not may_administer(owner, job):
+        raise foreign_job(job, owner=owner)
     return job
 
 
-def check_job_weight(weight: float, job: JobInfo, *, uid: int) -> None:
+def check_job_weight(weight: float, job: JobInfo, *, owner: Owner) -> None:
     """A user divides what own jobs get; what is above 1 other users' jobs would lack."""
-    if weight > 1 and not administers_all(uid):
+    if weight > 1 and not owner.administers_all:
         raise Refused(
             StatusCode.PERMISSION_DENIED,
             f"a weight above 1 takes from other users' jobs; give your other jobs less than 1, or "
@@ -78,9 +79,9 @@ def check_job_weight(weight: float, job: JobInfo, *, uid: int) -> None:
         )
 
 
-def foreign_job(job: JobInfo, *, uid: int) -> Refused:
+def foreign_job(job: JobInfo, *, owner: Owner) -> Refused:
     return Refused(
         StatusCode.PERMISSION_DENIED,
-        f"job {job.name!r} belongs to user {user_name(job.uid)} and you are user "
-        f"{user_name(uid)}; choose another name, or ask its owner or root to drop it",
+        f"job {job.name!r} belongs to {Owner(uid=job.uid).shown} and you are {owner.shown}; "
+        "choose another name, or ask its owner or root to drop it",
     )

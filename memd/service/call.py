@@ -13,6 +13,7 @@ from google.protobuf import any_pb2
 from google.rpc import status_pb2  # type: ignore[import-untyped]  # googleapis has no types
 from grpc_status import rpc_status  # type: ignore[import-untyped]  # nor has grpcio-status
 
+from memd.identity import UidIdentity
 from memd.refusal import Refused, StatusCode
 from memd.service.places import SHORT_CALLS, STEPS, STREAMS, Holder, Places
 from memd_native import StatusError
@@ -21,6 +22,7 @@ from memd_proto.v1 import types_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from memd.identity import Identity
     from memd.peers import Peer, Peers
     from memd.service.places import Kind
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _TOKEN = "memd-token"
+_CREDENTIAL = "memd-credential"
 _OURS = "/memd.v1."
 _REFLECTION = "/grpc.reflection."
 # They wait for a commit, and what is in flight before it. Streams are told by their form.
@@ -95,7 +98,7 @@ class Call:
         session = self.peer.sessions.get(getattr(request, "session_id", 0))
         return Holder(
             caller=self.peer.process if self.peer.is_known else self.peer.token,
-            user=self.peer.uid,
+            user=self.peer.owner.key,
             job=session.job_id if session is not None else None,
         )
 
@@ -183,8 +186,9 @@ class Gate(grpc.ServerInterceptor):
     """Lets a call of memd.v1 through with the token of a living process, where calls of its kind
     have a place left; health and reflection, which reveal nothing, without a token."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, *, identity: Identity | None = None) -> None:
         self._peers = peers
+        self._identity = identity or UidIdentity()
         self._places = Places()
         self._lock = Lock()
         self._rejections: Counter[str] = Counter()
@@ -282,6 +286,8 @@ class Gate(grpc.ServerInterceptor):
                 f"the token in metadata {_TOKEN} {wrong}; connect to attach.sock beside the "
                 "control socket, which gives one to the process that connects",
             )
+        if self._identity.needs_token and peer.identified is None:
+            self._identify(peer, context)
         call = Call(peer=peer, context=context)
         with self._lock:
             self._under_way += 1
@@ -294,6 +300,17 @@ class Gate(grpc.ServerInterceptor):
     def _end(self) -> None:
         with self._lock:
             self._under_way -= 1
+
+    def _identify(self, peer: Peer, context: grpc.ServicerContext) -> None:
+        """At the first call, since the attach socket takes no words of a client."""
+        shown = [value for key, value in context.invocation_metadata() if key == _CREDENTIAL]
+        if not shown or not isinstance(shown[0], str):
+            raise Refused(
+                StatusCode.PERMISSION_DENIED,
+                "this daemon knows users by the tokens of their service accounts, and none came; "
+                "mount a projected token into the pod and set MEMD_TOKEN_FILE to its path",
+            )
+        self._peers.identify(peer, self._identity.of_token(peer, shown[0]))
 
     def _fail(
         self, method: str, context: grpc.ServicerContext, error: Refused | StatusError

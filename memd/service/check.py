@@ -24,14 +24,14 @@ class CheckService:
     def Check(
         self, request: check_pb2.CheckRequest, call: Call
     ) -> Iterator[check_pb2.CheckResponse]:
-        uid = call.peer.uid
+        owner = call.peer.owner
         if request.job:
-            jobs = [access.administered_job(self._server, request.job, uid=uid)]
+            jobs = [access.administered_job(self._server, request.job, owner=owner)]
         else:
-            jobs = [job for job in self._server.jobs() if access.may_administer(uid, job)]
+            jobs = [job for job in self._server.jobs() if access.may_administer(owner, job)]
         check_id = self._server.begin_check(
             [job.job_id for job in jobs],
-            whole=not request.job and access.administers_all(uid),
+            whole=not request.job and owner.administers_all,
         )
         try:
             # A cancelled call is found out here: gRPC closes no generator that it does not ask.

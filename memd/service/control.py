@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from memd.identity import Identity
     from memd.peers import Peers
     from memd_native import Server
 
@@ -67,8 +68,15 @@ class _Health(health.HealthServicer):  # type: ignore[misc]  # has no types
 
 
 class ControlServer:
-    def __init__(self, server: Server, *, peers: Peers, jobs_max: Callable[[], int]) -> None:
-        self.gate = Gate(peers)
+    def __init__(
+        self,
+        server: Server,
+        *,
+        peers: Peers,
+        jobs_max: Callable[[], int],
+        identity: Identity | None = None,
+    ) -> None:
+        self.gate = Gate(peers, identity=identity)
         # Threads are made as they are needed, enough for as many calls as the gate lets through;
         # calls beyond them are refused, not queued.
         self._workers = ThreadPoolExecutor(WORKERS_MAX, thread_name_prefix="memd-control")

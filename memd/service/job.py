@@ -43,19 +43,19 @@ class JobService:
 
     def ListJobs(self, request: job_pb2.ListJobsRequest, call: Call) -> job_pb2.ListJobsResponse:
         jobs, page_next = access.administered_jobs(
-            self._server, uid=call.peer.uid, first=request.page_first
+            self._server, owner=call.peer.owner, first=request.page_first
         )
         return job_pb2.ListJobsResponse(
             jobs=[wire.job_message(job) for job in jobs], page_next=page_next
         )
 
     def GetJob(self, request: job_pb2.GetJobRequest, call: Call) -> job_pb2.GetJobResponse:
-        job = access.administered_job(self._server, request.name, uid=call.peer.uid)
+        job = access.administered_job(self._server, request.name, owner=call.peer.owner)
         shards, page_next = wire.shard_page(self._server, job.job_id, first=request.page_first)
         return job_pb2.GetJobResponse(job=wire.job_message(job), shards=shards, page_next=page_next)
 
     def DropJob(self, request: job_pb2.DropJobRequest, call: Call) -> job_pb2.DropJobResponse:
-        job = access.administered_job(self._server, request.name, uid=call.peer.uid)
+        job = access.administered_job(self._server, request.name, owner=call.peer.owner)
         self._server.drop_job(job.job_id, force=request.force)
         log.info(
             "job dropped", extra={"job": job.name, "step": job.committed_step, **_caller(call)}
@@ -65,8 +65,8 @@ class JobService:
     def SetJobWeight(
         self, request: job_pb2.SetJobWeightRequest, call: Call
     ) -> job_pb2.SetJobWeightResponse:
-        job = access.administered_job(self._server, request.name, uid=call.peer.uid)
-        access.check_job_weight(request.weight, job, uid=call.peer.uid)
+        job = access.administered_job(self._server, request.name, owner=call.peer.owner)
+        access.check_job_weight(request.weight, job, owner=call.peer.owner)
         self._server.set_job_weight(job.job_id, request.weight)
         log.info("job weighted", extra={"job": job.name, "weight": request.weight, **_caller(call)})
         return job_pb2.SetJobWeightResponse()
@@ -75,7 +75,7 @@ class JobService:
         self, request: job_pb2.CreateSnapshotRequest, call: Call
     ) -> job_pb2.CreateSnapshotResponse:
         access.check_snapshot_name(request.name)
-        job = access.administered_job(self._server, request.job, uid=call.peer.uid)
+        job = access.administered_job(self._server, request.job, owner=call.peer.owner)
         snapshot = self._server.create_snapshot(
             job.job_id,
             request.name,
@@ -89,7 +89,7 @@ class JobService:
     def ListSnapshots(
         self, request: job_pb2.ListSnapshotsRequest, call: Call
     ) -> job_pb2.ListSnapshotsResponse:
-        job = access.administered_job(self._server, request.job, uid=call.peer.uid)
+        job = access.administered_job(self._server, request.job, owner=call.peer.owner)
         return job_pb2.ListSnapshotsResponse(
             snapshots=[wire.snapshot_message(each) for each in self._server.snapshots(job.job_id)]
         )
@@ -97,7 +97,7 @@ class JobService:
     def RestoreSnapshot(
         self, request: job_pb2.RestoreSnapshotRequest, call: Call
     ) -> job_pb2.RestoreSnapshotResponse:
-        job = access.administered_job(self._server, request.job, uid=call.peer.uid)
+        job = access.administered_job(self._server, request.job, owner=call.peer.owner)
         snapshot = self._server.restore_snapshot(
             job.job_id, request.name, timeout_s=call.timeout_s()
         )
@@ -107,7 +107,7 @@ class JobService:
     def ReadSnapshot(
         self, request: job_pb2.ReadSnapshotRequest, call: Call
     ) -> Iterator[job_pb2.ReadSnapshotResponse]:
-        job = access.administered_job(self._server, request.job, uid=call.peer.uid)
+        job = access.administered_job(self._server, request.job, owner=call.peer.owner)
         reading = self._server.begin_snapshot_reading(
             job.job_id,
             request.name,
@@ -150,7 +150,7 @@ class JobService:
     def DropSnapshot(
         self, request: job_pb2.DropSnapshotRequest, call: Call
     ) -> job_pb2.DropSnapshotResponse:
-        job = access.administered_job(self._server, request.job, uid=call.peer.uid)
+        job = access.administered_job(self._server, request.job, owner=call.peer.owner)
         self._server.drop_snapshot(job.job_id, request.name, timeout_s=call.timeout_s())
         log.info(
             "snapshot dropped", extra={"job": job.name, "snapshot": request.name, **_caller(call)}
@@ -159,7 +159,7 @@ class JobService:
 
 
 def _caller(call: Call) -> dict[str, object]:
-    return by_whom(uid=call.peer.uid, pid=call.peer.pid)
+    return by_whom(call.peer)
 
 
 def _log_snapshot(event: str, job: JobInfo, snapshot: SnapshotInfo, call: Call) -> None:

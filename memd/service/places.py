@@ -62,7 +62,7 @@ class Holder:
     call then counts against the limit of all calls only."""
 
     caller: Hashable
-    user: int | None = None
+    user: int | str | None = None
     job: int | None = None
 
 

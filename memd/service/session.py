@@ -13,13 +13,14 @@ from memd.peers import Session
 from memd.refusal import Refused, StatusCode
 from memd.service import access, wire
 from memd.service.declarations import Declarations
-from memd.users import by_whom, user_name
+from memd.users import by_whom
 from memd_native import PROTOCOL_VERSION
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from memd.owner import Owner
     from memd.peers import Peers
     from memd.service.call import Call
     from memd_native import JobInfo, Server, SessionGrant, StepReport
@@ -60,7 +61,7 @@ class SessionService:
                 "session": grant.session_id,
                 "job": job.name,
                 "step": job.committed_step,
-                **by_whom(uid=peer.uid, pid=peer.pid),
+                **by_whom(peer),
             },
         )
         return session_pb2.AttachResponse(
@@ -80,9 +81,9 @@ class SessionService:
     def _resume(self, request: session_pb2.AttachRequest, call: Call) -> session_pb2.AttachResponse:
         """Not kept: no session, and where the job stands."""
         peer = call.peer
-        job = access.find(self._server, request.job)
-        if job is not None and job.uid != peer.uid:
-            raise access.foreign_job(job, uid=peer.uid)
+        job = access.find(self._server, peer.owner.stored_name(request.job))
+        if job is not None and not peer.owner.owns(job):
+            raise access.foreign_job(job, owner=peer.owner)
         session = self._peers.claim_session(peer, request.kept_session_id)
         if session is None or job is None or session.job_id != job.job_id:
             if job is None:
@@ -98,7 +99,7 @@ class SessionService:
             extra={
                 "session": session.session_id,
                 "job": job.name,
-                **by_whom(uid=peer.uid, pid=peer.pid),
+                **by_whom(peer),
             },
         )
         return session_pb2.AttachResponse(
@@ -124,7 +125,7 @@ class SessionService:
                 "session": session.session_id,
                 "job": session.job_name,
                 "leases": leases,
-                **by_whom(uid=call.peer.uid, pid=call.peer.pid),
+                **by_whom(call.peer),
             },
         )
         return session_pb2.DetachResponse(leases_dropped=leases)
@@ -221,23 +222,25 @@ class SessionService:
         return session_pb2.GetShardResponse(shard=wire.shard_message(shard))
 
     def _open_job(self, request: session_pb2.AttachRequest, call: Call) -> JobInfo:
-        uid = call.peer.uid
+        owner = call.peer.owner
+        name = owner.stored_name(request.job)
+        access.check_job_name(name)
         with self._opening:
-            existing = access.find(self._server, request.job)
-            if existing is not None and existing.uid != uid:
+            existing = access.find(self._server, name)
+            if existing is not None and not owner.owns(existing):
                 # Not even root: a name used twice by accident would mix two users' trainings.
-                raise access.foreign_job(existing, uid=uid)
+                raise access.foreign_job(existing, owner=owner)
             if existing is None:
-                self._check_job_count(uid)
+                self._check_job_count(owner)
             job = self._server.open_job(
-                request.job,
-                uid=uid,
+                name,
+                uid=owner.uid,
                 host_bytes=request.host_bytes,
                 nvme_bytes=request.nvme_bytes,
                 fresh=request.fresh,
                 durability=request.durability,
             )
-        caller = {"job": job.name, **by_whom(uid=uid, pid=call.peer.pid)}
+        caller = {"job": job.name, **by_whom(call.peer)}
         if existing is not None and request.fresh:
             reason = {"step": existing.committed_step, "reason": "connect(fresh=True)"}
             log.info("job dropped", extra={**caller, **reason})
@@ -246,15 +249,15 @@ class SessionService:
             log.info("job created", extra={**caller, **quotas, "durability": job.durability})
         return job
 
-    def _check_job_count(self, uid: int) -> None:
+    def _check_job_count(self, owner: Owner) -> None:
         """A user leaves a quarter of the jobs to others; root and the daemon's user take them."""
         jobs = self._server.jobs()
-        of_user = sum(job.uid == uid for job in jobs)
+        of_user = sum(owner.owns(job) for job in jobs)
         most = self._jobs_max()
-        user_most = most if access.administers_all(uid) else most - most // 4
+        user_most = most if owner.administers_all else most - most // 4
         for is_user, count, at_most in ((False, len(jobs), most), (True, of_user, user_most)):
             if count >= at_most:
-                who = f"user {user_name(uid)}" if is_user else "the daemon"
+                who = owner.shown if is_user else "the daemon"
                 raise Refused(
                     StatusCode.CAPACITY,
                     f"{who} has {count} of at most {at_most} jobs; drop one with `memd job drop`, "

@@ -41,7 +41,9 @@ class StatusService:
         pool = statistics.pool
         scrub = statistics.scrub
         transfers = [each for each in self._server.in_flight() if each.kind in _TRANSFERS]
-        jobs, jobs_page_next = access.administered_jobs(self._server, uid=call.peer.uid, first=0)
+        jobs, jobs_page_next = access.administered_jobs(
+            self._server, owner=call.peer.owner, first=0
+        )
         return status_pb2.GetStatusResponse(
             version=__version__,
             uptime_seconds=time.monotonic() - self._started,
@@ -86,7 +88,7 @@ class StatusService:
                 in_pass=scrub.in_pass,
                 pass_bytes=scrub.pass_bytes,
                 pass_bytes_all=scrub.pass_bytes_all,
-                last_error=scrub.last_error if access.administers_all(call.peer.uid) else "",
+                last_error=scrub.last_error if call.peer.owner.administers_all else "",
             ),
         )
 
@@ -105,6 +107,6 @@ class StatusService:
                 )
                 for each in self._server.in_flight()
                 # I/O is of no job.
-                if not each.job or access.may_administer(call.peer.uid, each)
+                if not each.job or access.may_see(call.peer.owner, each)
             ]
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from memd_client.base.credential import credential
 from memd_client.base.interrupts import Latch
 from memd_client.errors import DaemonFailed, DaemonUnavailable, from_code
 from memd_proto.v1 import (
@@ -131,7 +132,7 @@ class Control:
     ) -> None:
         self._address = address
         self._last_words = last_words  # the end of a private daemon's log
-        self._metadata = (("memd-token", token),)
+        self._metadata = (("memd-token", token), *credential())
         self._lock = threading.Lock()
         self._channel: _Channel | None = None
         self._declaring = threading.Lock()
@@ -141,7 +142,7 @@ class Control:
         with self._lock:
             old, self._channel = self._channel, None
             self._address = address
-            self._metadata = (("memd-token", token),)
+            self._metadata = (("memd-token", token), *credential())
         if old is not None:
             old.close()
 
