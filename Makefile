@@ -26,7 +26,9 @@ SETUP := deploy/setup/setup.sh
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 SANITIZERS := address thread
 NATIVE_SOURCES = $(wildcard native/*/*.h native/*/*.cc native/store/*/*.h native/store/*/*.cc tests/native/*.h tests/native/*.cc \
-  tests/native/*/*.h tests/native/*/*.cc)
+  tests/native/*/*.h tests/native/*/*.cc tests/device/native/*.h tests/device/native/*.cc)
+# In a process of their own: they install a device. Not where PYTEST_ARGS names files. 5: selects none.
+DEVICE_TESTS = $(if $(findstring tests/,$(PYTEST_ARGS)),true,$(IN_VENV) python -m pytest tests/device)
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -41,6 +43,7 @@ test:
 	ctest --test-dir build/release --output-on-failure --no-tests=error -j 2; \
 	ctest --test-dir build/faults --label-exclude more --output-on-failure --no-tests=error -j 2; \
 	$(IN_VENV) python -m pytest -m "not more" $(PYTEST_ARGS); \
+	$(DEVICE_TESTS) -m "not more" $(PYTEST_ARGS) || (($$? == 5)); \
 	echo "make test: $$((SECONDS - started)) s after set-up"
 
 # The whole soak, all cells of the conformance matrix and ThreadSanitizer take too long for CI: people run them before a
@@ -51,6 +54,7 @@ test-more: SANITIZED := catalogue_test check_test extent_test half_written_test 
 test-more: sanitize
 	ctest --test-dir build/faults --label-regex more --output-on-failure --no-tests=error -j 2
 	$(IN_VENV) python -m pytest -m more
+	$(IN_VENV) python -m pytest tests/device -m more
 	$(IN_VENV) python -m tests.numerics.conformance --ci
 	$(IN_VENV) python -m tests.soak.soak --percent 20 --only kill-daemon-fp32-step-short \
 	  kill-trainer-fp32-step-short kill-both-bf16-step-resident killed-clients power-cuts power-cuts-early \

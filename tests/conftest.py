@@ -23,10 +23,32 @@ if TYPE_CHECKING:
 _TEMPORARY_PATH_BYTES_MAX = 8
 
 
-def pytest_configure() -> None:
+DEVICE_TESTS = Path(__file__).parent / "device"
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Many tests have their sockets below the temporary folder, so its path must be short."""
+    if len({_is_device_test(path) for path in _wanted_paths(config)}) > 1:
+        raise pytest.UsageError("run tests/device in a process of its own: it installs a device")
     if len(tempfile.gettempdir()) > _TEMPORARY_PATH_BYTES_MAX:
         os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The simulated device is installed once in a process, and orders its threads: its tests run
+    where nothing else is asked for."""
+    if _is_device_test(collection_path) and not all(map(_is_device_test, _wanted_paths(config))):
+        return True
+    return None
+
+
+def _wanted_paths(config: pytest.Config) -> list[Path]:
+    folder = config.invocation_params.dir
+    return [(folder / argument.partition("::")[0]).resolve() for argument in config.args]
+
+
+def _is_device_test(path: Path) -> bool:
+    return path.is_relative_to(DEVICE_TESTS)
 
 
 @pytest.fixture(autouse=True)
