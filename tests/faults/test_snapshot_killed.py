@@ -3,8 +3,12 @@ goes on with the same bits."""
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.more, pytest.mark.timeout(300)]
 
+ROOT = Path(__file__).parents[2]
 # A call takes some milliseconds.
 MOMENTS_S_MAX = 0.008
 
@@ -81,3 +86,16 @@ def test_a_snapshot_is_made_once_and_dropped_whole_whenever_the_daemon_dies(
                 client.drop_snapshot("trained", f"s{number}")
     training.expect_the_bits_of(losses, values)
     training.session.close()
+
+
+@pytest.mark.parametrize("killed", ["caller", "daemon"])
+@pytest.mark.parametrize("what", ["create", "drop"])
+def test_ten_kills_at_random_moments_leave_a_snapshot_or_none(
+    tmp_path: Path, what: str, killed: str
+) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "tests.soak.snapshot_kills", "--what", what]
+    command += ["--killed", killed, "--count", "10", "--json", str(report)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
+    outcome = json.loads(report.read_text())
+    assert outcome["kills"] == outcome["made"] + outcome["not_made"] == 10

@@ -1,10 +1,11 @@
 """kill -9 of the trainer or of the daemon, at random moments of a save or a load of a checkpoint.
 
 The job is at its commit, with all values and moments of before or all new ones; a folder has the
-earlier checkpoint or the new one. A trainer whose daemon is killed goes on, unless the daemon's
+earlier checkpoint or the new one; one of several safetensors files may have no index. A trainer
+whose daemon is killed goes on, unless the daemon's
 memory is lost too, as it is in one kill of three.
 
-Run: python -m tests.soak.checkpoint_kills --what dcp-save|dcp-load|state|load --killed
+Run: python -m tests.soak.checkpoint_kills --what save|dcp-save|load|dcp-load|state --killed
 trainer|daemon --count 10 [--seed N] [--json FILE]
 """
 
@@ -40,8 +41,11 @@ from tests.faults.killed_checkpoint import (
     in_child,
     load,
     look,
+    nobody,
     prepared,
     save_all,
+    save_values,
+    written,
     written_all,
 )
 from tests.faults.restarts import Restarts
@@ -51,7 +55,9 @@ if TYPE_CHECKING:
 
 # A trainer that goes on with another daemon takes a second or two.
 PATIENCE_S = 90.0
-_FENCED = 3
+FENCED = 3
+SAVES = ("save", "dcp-save")
+_NO_INDEX = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +70,7 @@ class Outcome:
     new: int
     came_through: int  # trainers that ended by themselves
     fenced: int
+    no_index: int  # of the old ones: files whose index is gone
     seconds: float
 
 
@@ -83,7 +90,7 @@ class Trainer:
                 code = work(lambda: os.close(write))
             except BaseException as error:  # its parent says what it is
                 if _is_fenced(error):
-                    code = _FENCED
+                    code = FENCED
                 else:
                     print(f"trainer: {error!r}", file=sys.stderr)
             finally:
@@ -133,24 +140,30 @@ class Kills:
         self._seconds = min(self._undisturbed() for _ in range(3))
 
     def _prepare(self) -> None:
-        if self._what == "dcp-save":
+        if self._what in SAVES:
+            save = self._save
             for seed in (OLD, NEW):
                 self._begin(seed)
-                if in_child(partial(save_all, self._folder / str(seed))) != 0:
+                if in_child(partial(save, self._folder / str(seed))) != 0:
                     raise Failure("the first save")
         else:
             self._source = prepared(self._folder, self._what)
             self._begin(OLD)
+
+    def _save(self, path: Path, begins: Callable[[], None] = nobody) -> int:
+        if self._what == "save":
+            return save_values(path, begins=begins)
+        return save_all(path, begins=begins)
 
     def _begin(self, seed: int) -> None:
         if in_child(lambda: begin(seed)) != 1:
             raise Failure("the job does not begin")
 
     def _start(self) -> Trainer:
-        if self._what == "dcp-save":
+        if self._what in SAVES:
             shutil.rmtree(self._both, ignore_errors=True)
             shutil.copytree(self._folder / str(OLD), self._both)
-            return Trainer(lambda begins: save_all(self._both, begins=begins))
+            return Trainer(lambda begins: self._save(self._both, begins))
         return Trainer(lambda begins: load(self._what, self._source, begins=begins))
 
     def _undisturbed(self) -> float:
@@ -180,7 +193,7 @@ class Kills:
         self._restarts.settle()
         allowed = {0, -signal.SIGKILL} if self._killed == "trainer" else {0}
         if is_lost:
-            allowed.add(_FENCED)
+            allowed.add(FENCED)
         if status not in allowed:
             raise Failure(f"the trainer ended with {status}")
         is_new = self._look()
@@ -188,14 +201,16 @@ class Kills:
             raise Failure("the call had returned, and its outcome is gone")
         self.seen["new" if is_new else "old"] += 1
         self.seen["came_through"] += status == 0
-        self.seen["fenced"] += status == _FENCED
+        self.seen["fenced"] += status == FENCED
 
     def _look(self) -> bool:
         """Whether the call was made; the job is as before afterwards."""
         found = in_child(look)
-        if self._what == "dcp-save":
+        if self._what in SAVES:
             if found != ALL_NEW["dcp-load"]:
                 raise Failure(f"a save has changed the job: {found}")
+            if self._what == "save":
+                return self._look_at_values()
             found = written_all(self._both)
             if found not in (ALL_OLD, ALL_NEW["dcp-load"]):
                 raise Failure(f"the folder has a mixture: {found}")
@@ -205,6 +220,13 @@ class Kills:
         if found != ALL_OLD:
             self._begin(OLD)
         return found != ALL_OLD
+
+    def _look_at_values(self) -> bool:
+        found = written(self._both)
+        if found not in (OLD, NEW, _NO_INDEX):
+            raise Failure(f"the folder has a mixture: {found}")
+        self.seen["no_index"] += found == _NO_INDEX
+        return found == NEW
 
 
 def run(what: str, killed: str, count: int, seed: int) -> Outcome:
@@ -230,13 +252,14 @@ def run(what: str, killed: str, count: int, seed: int) -> Outcome:
         new=kills.seen["new"],
         came_through=kills.seen["came_through"],
         fenced=kills.seen["fenced"],
+        no_index=kills.seen["no_index"],
         seconds=round(time.monotonic() - began, 1),
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--what", required=True, choices=["dcp-save", *ALL_NEW])
+    parser.add_argument("--what", required=True, choices=[*SAVES, *ALL_NEW])
     parser.add_argument("--killed", required=True, choices=["trainer", "daemon"])
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)

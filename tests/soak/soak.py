@@ -88,8 +88,19 @@ PARTS = (
             100,
             ("--what", what, "--killed", killed),
         )
-        for what in ("dcp-save", "dcp-load", "state")
+        for what in ("save", "dcp-save", "load", "dcp-load", "state")
         for killed in ("trainer", "daemon")
+    ),
+    *(
+        Part(
+            f"kill-{killed}-snapshot-{what}",
+            python("tests.soak.snapshot_kills"),
+            "--count",
+            100,
+            ("--what", what, "--killed", killed),
+        )
+        for what in ("create", "drop")
+        for killed in ("caller", "daemon")
     ),
     *(
         Part(
