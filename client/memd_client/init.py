@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from memd_client.base.dynamo import untraced
 from memd_client.base.interrupts import call_user, defer_interrupts
+from memd_client.base.mapped_files import ReadingAhead
 from memd_client.connection.shard import TIERS
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.offload import offload
@@ -97,6 +98,7 @@ class _Init(AbstractContextManager[None]):
         self._built: dict[int, weakref.ref[nn.Module]] = {}
         self._hooks: list[RemovableHandle] = []
         self._restore: list[Callable[[], object]] = []
+        self._reading_ahead = ReadingAhead()
 
     @untraced
     def __enter__(self) -> None:
@@ -127,6 +129,7 @@ class _Init(AbstractContextManager[None]):
     ) -> None:
         self._unwatch()
         _open.remove(self)
+        self._reading_ahead.resume()
         if error is not None:
             if self._store.living():
                 error.add_note(
@@ -225,6 +228,8 @@ class _Init(AbstractContextManager[None]):
         for parameter in parameters:
             if parameter is not None and _can_be_built(parameter):
                 self._store.add(parameter)
+                if not parameter.untyped_storage().resizable():
+                    self._reading_ahead.suspend(parameter)
         self._store.make_room(using)
 
     def _living_modules(self) -> list[nn.Module]:

@@ -12,6 +12,7 @@ from torch import nn
 from memd_client.base.dtypes import FROZEN_DTYPES
 from memd_client.base.freed_memory import return_freed_memory
 from memd_client.base.interrupts import defer_interrupts, safe_point
+from memd_client.base.mapped_files import MappedFiles
 from memd_client.base.overlaps import refuse_overlaps
 from memd_client.base.sizes import UPDATE_BYTES, format_size
 from memd_client.connection.shard import TIERS, Shard, bytes_name, bytes_spec, shard_spec
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from memd_client.core.job import Job
+    from memd_client.core.leases import Leases
     from memd_client.parameters.unnamed import UnnamedParameters
     from memd_client.session import Session
 
@@ -133,10 +135,11 @@ def offload(
         if not answer.written or first.is_unfinished(name)
     }
     with first.storing([*new_names, *buffers.new_names]):
+        files = MappedFiles()
         for piece, name, shard in zip(pieces, stored_names, shards, strict=True):
             if name in new_names:
                 safe_point()
-                leases.write(shard, piece.value(built))
+                piece.store(leases, shard, built, files)
                 job.mark_written()
         stored = buffers.exchange(job)
         job.sync_if_needed()
@@ -307,10 +310,25 @@ class _Piece:
             return Shard.of(declared, whole_name=self.whole_name)
         return Shard.of_bytes(declared, self.parameter, name=self.name)
 
-    def value(self, built: UnnamedParameters) -> torch.Tensor:
-        """For reading. Keep it no longer than you use it."""
+    def store(
+        self, leases: Leases, shard: Shard, built: UnnamedParameters, files: MappedFiles
+    ) -> None:
+        """Copies the value into `shard`."""
         value = built.value(self.parameter)
-        return value if self.rows is None else value[self.rows[0] : self.rows[1]]
+        if self.rows is not None:
+            value = value[self.rows[0] : self.rows[1]]
+        record = unnamed(self.parameter)
+        is_here = record is None or not record.is_away
+        source = files.find(value) if is_here and value.numel() else None
+        if source is None:
+            leases.write(shard, value)
+            return
+
+        def fill(into: torch.Tensor) -> None:
+            if not source.read(into.numpy().data):
+                into.copy_(value.view(-1).view(torch.uint8))
+
+        leases.fill(shard, fill)
 
     def parameter_of_its_own(self) -> nn.Parameter:
         """The parameter that gets a shard."""

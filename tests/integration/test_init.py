@@ -4,10 +4,11 @@ leaves."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +18,6 @@ import memd_client
 from memd_client.parameters import unnamed
 from tests.daemons import running_daemon
 from tests.unit.client_cases import Gpt, assert_same_state, build
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # 8 MiB each.
 _LAYER_COUNT, _LAYER_BYTES = 24, 8 << 20
@@ -182,3 +180,63 @@ def test_a_checkpoint_is_loaded_before_and_after_the_model_has_names(
                 parameter.zero_()
         memd_client.load_safetensors(model, file, session)
         assert_same_state(model, reference)
+
+
+class Mapped(nn.Module):
+    """Its parameters are mapped files, as those of a checkpoint that a library has opened."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList()
+        for path in paths:
+            values = torch.from_file(str(path), shared=False, size=1 << 20)
+            self.weights.append(nn.Parameter(values.view(1024, 1024)))
+
+
+def read_bytes() -> int:
+    """What this process has read with system calls. Pages of mapped files are not in it."""
+    first, *_ = Path("/proc/self/io").read_text().splitlines()
+    return int(first.removeprefix("rchar:"))
+
+
+def test_mapped_parameters_are_read_from_their_files_and_changed_ones_from_memory(
+    tmp_path: Path,
+) -> None:
+    paths = [tmp_path / str(number) for number in range(4)]
+    torch.manual_seed(0)
+    values = [torch.randn(1024, 1024) for _ in paths]
+    for path, value in zip(paths, values, strict=True):
+        value.numpy().tofile(path)
+    with (
+        running_daemon(host="96MiB", nvme="256MiB") as daemon,
+        memd_client.connect(daemon.address, job="mapped", fresh=True) as session,
+    ):
+        before_bytes = read_bytes()
+        with memd_client.init(session):
+            model = Mapped(paths)
+            with torch.no_grad():
+                model.weights[2][5, 7] = 1.5
+        assert 3 << 22 <= read_bytes() - before_bytes < 4 << 22
+        values[2][5, 7] = 1.5
+        for weight, value in zip(model.weights, values, strict=True):
+            assert torch.equal(weight, value)
+        session.drop_job()
+
+
+def test_a_mapped_file_that_became_shorter_is_an_error_and_stores_nothing(tmp_path: Path) -> None:
+    paths = [tmp_path / str(number) for number in range(2)]
+    for path in paths:
+        torch.ones(1024, 1024).numpy().tofile(path)
+    with (
+        running_daemon(host="96MiB", nvme="256MiB") as daemon,
+        memd_client.connect(daemon.address, job="mapped", fresh=True) as session,
+    ):
+        model = Mapped(paths)
+        os.truncate(paths[1], 1 << 20)
+        with pytest.raises(memd_client.DeviceError, match="became shorter"):
+            memd_client.offload(model, session)
+        torch.ones(1024, 1024).numpy().tofile(paths[1])
+        memd_client.offload(model, session)
+        for weight in model.weights:
+            assert torch.equal(weight, torch.ones(1024, 1024))
+        session.drop_job()

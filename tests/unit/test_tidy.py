@@ -26,7 +26,8 @@ STORE_LAYERS = ("format", "space", "journal", "cache", "state", "step", "recover
 CLIENT_PACKAGES = {
     "base": (
         *("process", "interrupts", "freed_memory", "dynamo", "identity", "overlaps", "sizes"),
-        *("dtypes", "address", "credential", "plain", "statistics", "stalls", "checksum"),
+        *("dtypes", "mapped_files", "address", "credential", "plain", "statistics", "stalls"),
+        "checksum",
     ),
     "connection": (
         *("shard", "calls", "retry", "attach", "temporary_folders", "embedded", "control"),

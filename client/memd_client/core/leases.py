@@ -26,7 +26,7 @@ from memd_native import MODE_OVERWRITE, MODE_READ, MODE_WRITE, PART_GRADIENT, PA
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from memd_client.connection.retry import Retrying
     from memd_client.connection.shard import Shard
@@ -264,6 +264,11 @@ class Leases:
         if shard.element_count:
             with torch.no_grad():
                 self.value(shard, MODE_OVERWRITE).copy_(value)
+
+    def fill(self, shard: Shard, fill: Callable[[torch.Tensor], None]) -> None:
+        """`fill` writes all bytes of `shard`, which has elements, into a tensor of uint8."""
+        lease = self.value(shard, MODE_OVERWRITE)
+        fill(lease.view(-1).view(torch.uint8))
 
     def read(self, shard: Shard) -> torch.Tensor:
         """The bytes of `shard`. A shard without elements cannot be leased."""
