@@ -10,7 +10,7 @@
 # make lint        formatting, spelling, types; `make format` cures the first
 # make tidy        clang-tidy (slow)
 # make house       methods, public data and files of each class, lengths of functions, and what breaks a limit
-# make regenerate  the committed protobuf code, type stub and docs/reference.md
+# make regenerate  the committed protobuf code, type stub, docs/reference.md and the operator's copy of the alerts
 # make clean       what a build leaves behind; `make distclean` .venv too
 #
 # Each does all its set-up: see deploy/setup/setup.sh for PYTHON, TORCH and TORCH_INDEX.
@@ -128,6 +128,7 @@ regenerate:
 	$(IN_VENV) python proto/regenerate.py
 	$(IN_VENV) python native/python/regenerate_stub.py
 	$(IN_VENV) python -m tests.unit.reference
+	$(IN_VENV) python -m tests.unit.prometheus_rule
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/bench/out

@@ -193,8 +193,24 @@ def config(config_file: Path | None, as_json: bool, **flags: Any) -> None:
 @socket_option
 @json_option
 @click.option("--inflight", is_flag=True, help="What was begun and is not done, oldest first.")
-def status(socket: str | None, as_json: bool, inflight: bool) -> None:
+@click.option(
+    "--probe",
+    "probed",
+    type=click.Choice(["ready", "live"]),
+    is_flag=False,
+    flag_value="ready",
+    help="Says in a word whether it takes work; --probe=live, whether it answers. For probes of "
+    "Kubernetes and the like: needs no identity, and exits with 1 or 4 where not.",
+)
+def status(socket: str | None, as_json: bool, inflight: bool, probed: str | None) -> None:
     """The daemon at a glance."""
+    if probed is not None:
+        from memd.probe import probe
+
+        path = configuration_of(None, {"socket": socket}).settings.socket
+        state = probe(path, wants_ready=probed == "ready")
+        print_json({"state": state}) if as_json else click.echo(state)
+        return
     with connected(socket) as daemon:
         if inflight:
             activities = daemon.in_flight()

@@ -111,23 +111,24 @@ ensure_packages() {
       "name the system's own interpreter: make $purpose PYTHON=/usr/bin/python3"
 }
 
-# Debian's package would start Prometheus as a service; the tests need its two programs.
-ensure_prometheus() {
-  local name missing=() folder=build/setup/prometheus
-  for name in promtool prometheus; do
-    command -v $name >/dev/null || [[ -x $venv/bin/$name ]] || missing+=("$name")
+# Programs of Debian packages that are not installed whole: Prometheus would start as a service, and
+# of Kubernetes the tests need one program.
+ensure_programs() {
+  local package=$1 name missing=() folder=build/setup/$1; shift
+  for name in "$@"; do
+    command -v "$name" >/dev/null || [[ -x $venv/bin/$name ]] || missing+=("$name")
   done
   ((${#missing[@]})) || return 0
   command -v apt-get >/dev/null ||
-    die "${missing[*]} of Prometheus is missing and there is no apt-get to fetch it with"
+    die "${missing[*]} of $package is missing and there is no apt-get to fetch it with"
   say "fetching ${missing[*]}"
   rm -rf "$folder" && mkdir -p "$folder"
   (
     cd "$folder"
-    apt-get -qq download prometheus 2>/dev/null ||
-      { can_be_root && update_lists && apt-get -qq download prometheus 2>/dev/null; }
-    dpkg-deb --extract prometheus_*.deb .
-  ) || die "apt-get could not download the package prometheus;" \
+    apt-get -qq download "$package" 2>/dev/null ||
+      { can_be_root && update_lists && apt-get -qq download "$package" 2>/dev/null; }
+    dpkg-deb --extract "$package"_*.deb .
+  ) || die "apt-get could not download the package $package;" \
     "put ${missing[*]} on PATH and run make $purpose again"
   for name in "${missing[@]}"; do install -m 755 "$folder/usr/bin/$name" "$venv/bin/$name"; done
   rm -rf "$folder"
@@ -243,7 +244,11 @@ ensure_venv
 ensure_torch
 case $purpose in
   demo) ensure_memd demo ;;
-  test) ensure_memd test; ensure_prometheus ;;
+  test)
+    ensure_memd test
+    ensure_programs prometheus promtool prometheus
+    ensure_programs kubernetes-client kubectl
+    ;;
   lint | tidy) ensure_memd test; ensure_tools "$purpose" ;;
   *) die "no such purpose: $purpose (demo, test, lint, tidy)" ;;
 esac

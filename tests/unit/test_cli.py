@@ -205,6 +205,25 @@ def test_status_for_people_and_for_programs(server: FakeServer, tmp_path: Path) 
     assert status["io_engine"] == "memory"
 
 
+def test_a_probe_tells_a_daemon_that_takes_work_from_one_that_lives_and_from_none(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    def probe(what: str, socket: str = "memd.sock") -> tuple[int, str]:
+        result = memd("status", what, "--socket", str(tmp_path / socket))
+        return result.exit_code, result.output
+
+    assert probe("--probe") == (0, "ready\n")
+    assert probe("--probe=live") == (0, "ready\n")
+    server.fence_reason = "the volumes are fenced: sync of /volume: Input/output error"
+    code, said = probe("--probe")
+    assert code == 1
+    assert "takes no work" in said
+    assert probe("--probe=live") == (0, "live\n")
+    code, said = probe("--probe", "none.sock")
+    assert code == 4
+    assert f"no daemon answers at {tmp_path}/none.sock" in said
+
+
 def test_what_is_in_flight_is_shown_with_what_it_waits_for(
     server: FakeServer, tmp_path: Path
 ) -> None:
