@@ -387,14 +387,15 @@ def _snapshot_state(snapshot: job_pb2.Snapshot) -> str:
 @click.option(
     "--format",
     "file_format",
-    type=click.Choice(["safetensors"]),
+    type=click.Choice(["safetensors", "dcp"]),
     default="safetensors",
     show_default=True,
+    help="dcp: for torch.distributed.checkpoint; made with PyTorch.",
 )
 @click.option(
     "--max-file",
     metavar="SIZE",
-    help="What is larger becomes several files and an index.  [default: 50GB]",
+    help="What is larger becomes several files.  [default: 50GB]",
 )
 @click.option("--detach", is_flag=True, help="Returns once it has begun, and it goes on.")
 @click.option("--begun-fd", type=int, hidden=True)
@@ -423,6 +424,10 @@ def export_snapshot(
     folder; optimizer.safetensors has exp_avg, exp_avg_sq, step and, if there is one,
     max_exp_avg_sq behind the name of each parameter, and for bf16 master, its fp32 value;
     blobs.safetensors has what session.put() and session.track() stored.
+
+    With --format dcp, dcp.load() of plain torch and memd_client.checkpoint.Reader take the folder:
+    "model", and "optimizer" with "state" by the names of parameters, as torch's get_state_dict()
+    has them; settings of groups are not in it.
     """
     from memd.export import command
 
@@ -441,6 +446,7 @@ def export_snapshot(
         job=job_name,
         snapshot=name,
         path=path,
+        file_format=file_format,
         max_file=max_file,
         begun_fd=begun_fd,
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memd.export.formats import format_named
 from memd.export.run import SnapshotExport
 from memd.refusal import Refused, StatusCode
 from memd.sizes import format_size, parse_size
@@ -32,6 +33,7 @@ def run(
     job: str,
     snapshot: str,
     path: Path,
+    file_format: str,
     max_file: str | None,
     begun_fd: int | None,
 ) -> dict[str, Any]:
@@ -41,6 +43,7 @@ def run(
         if begun_fd is not None:
             _detach(target, begun_fd)
 
+    made = format_named(file_format)
     # Training that wants a processor comes first.
     os.nice(_NICER)
     with progress_bar("exporting") as progress:
@@ -48,6 +51,7 @@ def run(
             job=job,
             snapshot=snapshot,
             path=path,
+            file_format=made,
             file_bytes_max=_file_bytes(max_file),
             connect=connect,
             progress=progress,

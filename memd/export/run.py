@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memd.export.safetensors_files import planned_files
 from memd.export.target import Target
 from memd.refusal import Refused, StatusCode
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from memd.client import DaemonClient
+    from memd.export.formats import Format
     from memd.snapshot_reading import SnapshotReading
 
     Progress = Callable[[int, int], None]
@@ -33,6 +33,7 @@ class SnapshotExport:
     job: str
     snapshot: str
     path: Path
+    file_format: Format
     file_bytes_max: int
     connect: Callable[[], DaemonClient]
     # Called with bytes done and bytes in all; and with news for a person.
@@ -48,7 +49,7 @@ class SnapshotExport:
                 what was written stays beside it for the next run.
         """
         started = time.monotonic()
-        with Target(self.path) as target:
+        with Target(self.path, self.file_format.new_checksum) as target:
             identity, piece_first = target.verify(self.progress)
             copy = _Copy(self, target, identity=identity, piece_first=piece_first)
             if piece_first:
@@ -139,7 +140,9 @@ class _Copy:
             "snapshot": self._export.snapshot,
             "step": str(self.step),
         }
-        files = planned_files(shards, metadata=metadata, file_bytes_max=self._export.file_bytes_max)
+        files = self._export.file_format.planned_files(
+            shards, metadata=metadata, file_bytes_max=self._export.file_bytes_max
+        )
         self.files = [file.name for file in files]
         self.bytes_all = sum(file.size_bytes for file in files)
         self._identity = contents.identity

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import stat
+import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from memd.export.safetensors_files import File
+    from memd.export.file import File
+    from memd.export.formats import RunChecksum
 
 _SUFFIX = ".partial"
 _FILES = "files"
@@ -50,13 +52,50 @@ class _Window:
     size_bytes: int = 0
 
 
+class _Checksums:
+    """CRC-32 of what is in the files. A run counts once its piece is whole: another daemon sends
+    the piece again."""
+
+    def __init__(self, new: Callable[[], RunChecksum] | None) -> None:
+        self._new = new
+        self._of_files: dict[int, RunChecksum] = {}
+        self._noted: list[tuple[int, int, int, int]] = []  # file, offset, bytes and checksum
+
+    def note(self, file: int, offset: int, data: bytes | memoryview) -> None:
+        if self._new is not None:
+            self._noted.append((file, offset, len(data), zlib.crc32(data)))
+
+    def count(self) -> None:
+        """All that were noted."""
+        for file, offset, length, found in self._noted:
+            assert self._new is not None
+            if file not in self._of_files:
+                self._of_files[file] = self._new()
+            self._of_files[file].add_run(offset, length, found)
+        self._noted.clear()
+
+    def forget(self) -> None:
+        """Those that were noted and do not count."""
+        self._noted.clear()
+
+    def clear(self) -> None:
+        self._noted.clear()
+        self._of_files.clear()
+
+    def value(self, file: int, begin: int, end: int) -> int:
+        """That of the bytes from `begin` to `end`; without a run they are zero."""
+        assert self._new is not None
+        return self._of_files.get(file, self._new()).value(begin, end)
+
+
 class Target(AbstractContextManager["Target"]):
     """One export at a time has it. What was begun stays for a later run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, new_checksum: Callable[[], RunChecksum] | None = None) -> None:
         """
         Args:
             path: of the folder to be; its parent exists.
+            new_checksum: for files that have endings.
 
         Raises:
             Refused: something is there; another export writes it; its folder cannot be written.
@@ -73,6 +112,8 @@ class Target(AbstractContextManager["Target"]):
         self._description: dict[str, Any] | None = None
         self._piece_next = 0
         self._is_placed = False
+        self._checksums = _Checksums(new_checksum)
+        self._planned: Sequence[File] = ()
         try:
             self._open()
         except OSError as error:
@@ -166,9 +207,11 @@ class Target(AbstractContextManager["Target"]):
         for line, line_end in zip(lines[1:], ends[1:], strict=True):
             if not all(self._holds(*run) for run in line["runs"]):
                 break
+            self._checksums.count()
             done += sum(length for _, _, length, _ in line["runs"])
             progress(done, bytes_all)
             self._piece_next, end = line["piece_next"], line_end
+        self._checksums.forget()
         os.ftruncate(self._log, end)
         return int(lines[0]["identity"]), self._piece_next
 
@@ -187,9 +230,11 @@ class Target(AbstractContextManager["Target"]):
 
     def _holds(self, file: int, offset: int, length: int, digest: int) -> bool:
         try:
-            return checksum(_read(self._files[file], offset, length)) == digest
+            data = _read(self._files[file], offset, length)
         except OSError:
             return False
+        self._checksums.note(file, offset, data)
+        return checksum(data) == digest
 
     # ---- Writing ----------------------------------------------------------------------------
 
@@ -205,6 +250,8 @@ class Target(AbstractContextManager["Target"]):
             "identity": identity,
             "files": [[file.name, file.size_bytes] for file in files],
         }
+        self._planned = files
+        self._checksums.forget()  # of a piece that is sent again
         try:
             if self._description == description and self._has(files):
                 return self._piece_next
@@ -225,6 +272,7 @@ class Target(AbstractContextManager["Target"]):
     def _begin_anew(self, description: dict[str, Any], files: Sequence[File]) -> None:
         self._finish_sync()
         self._description, self._piece_next, self._window = None, 0, _Window()
+        self._checksums.clear()
         os.ftruncate(self._log, 0)
         os.fsync(self._log)
         self._close_files()
@@ -256,11 +304,14 @@ class Target(AbstractContextManager["Target"]):
             _write(self._files[file], offset, data)
         except OSError as error:
             raise self._refused(error) from error
+        self._checksums.note(file, offset, data)
         self._window.runs.append((file, offset, len(data), checksum(data)))
         self._window.size_bytes += len(data)
 
     def reached(self, piece_next: int) -> None:
         """All pieces before that one are written. Refused: the disk failed."""
+        if piece_next > self._piece_next:
+            self._checksums.count()
         self._piece_next = piece_next
         if self._window.size_bytes < _WINDOW_BYTES:
             return
@@ -302,6 +353,7 @@ class Target(AbstractContextManager["Target"]):
         self._begin_sync()
         self._finish_sync()
         try:
+            self._write_endings()
             for fd in self._files:
                 os.fsync(fd)
             os.fsync(self._inner)
@@ -312,6 +364,18 @@ class Target(AbstractContextManager["Target"]):
             os.fsync(self._folder)
         except OSError as error:
             raise self._refused(error) from error
+
+    def _write_endings(self) -> None:
+        """A later run writes them again: they are not in the log."""
+        for number, file in enumerate(self._planned):
+            begins = {each.begin for each in file.endings}
+            for at, data in file.writes:
+                if at in begins:  # others are before what has a checksum
+                    self._checksums.note(number, at, data)
+            self._checksums.count()
+            for each in file.endings:
+                found = self._checksums.value(number, each.begin, each.end)
+                _write(self._files[number], each.end, each.encode(found))
 
     def __enter__(self) -> Self:
         return self

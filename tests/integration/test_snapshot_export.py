@@ -227,7 +227,8 @@ def test_a_tiled_weight_is_one_tensor(daemon: Daemon, tmp_path: Path) -> None:
 
 
 def test_headers_are_those_that_the_client_writes() -> None:
-    from memd.export.safetensors_files import Tensor, encode_header
+    from memd.export.contents import Tensor
+    from memd.export.safetensors_files import encode_header
 
     codes = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "BOOL": torch.bool}
     tensors = [

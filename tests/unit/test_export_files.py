@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from memd.export.safetensors_files import File, planned_files
+from memd.export.safetensors_files import planned_files
 from memd.refusal import Refused
 from memd_proto.v1 import job_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from memd.export.file import File
 
 PARAMETER = types_pb2.SHARD_KIND_PARAMETER
 BLOB = types_pb2.SHARD_KIND_BLOB

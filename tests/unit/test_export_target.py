@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from memd.export import target as targets
-from memd.export.safetensors_files import File
+from memd.export.file import File
 from memd.export.target import Target
 from memd.refusal import Refused, StatusCode
 

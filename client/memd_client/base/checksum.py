@@ -20,26 +20,30 @@ class RunChecksum:
 
     def add(self, begin: int, data: bytes | memoryview) -> None:
         """The bytes from `begin` on."""
-        count = memoryview(data).nbytes
-        length, checksum = self._runs.get(self._last, (0, 0))
-        if begin == self._last + length:
-            self._runs[self._last] = length + count, zlib.crc32(data, checksum)
+        self.add_run(begin, memoryview(data).nbytes, zlib.crc32(data))
+
+    def add_run(self, begin: int, length: int, checksum: int) -> None:
+        """So many bytes from `begin` on, which have this checksum."""
+        before, found = self._runs.get(self._last, (0, 0))
+        if begin == self._last + before:
+            self._runs[self._last] = before + length, _join(found, checksum, length)
         else:
-            self._runs[begin] = count, zlib.crc32(data)
+            self._runs[begin] = length, checksum
             self._last = begin
 
-    def value(self, size_bytes: int) -> int:
-        """That of the first `size_bytes` bytes, which have all runs."""
-        end, checksum = 0, 0
-        for begin, (length, its) in sorted(self._runs.items()):
-            if begin < end:
-                raise ValueError(f"runs overlap: one ends at {end}, the next begins at {begin}")
-            checksum = _join(checksum, _zeros(begin - end), begin - end)
-            checksum = _join(checksum, its, length)
-            end = begin + length
-        if end > size_bytes:
-            raise ValueError(f"a run ends at {end}, behind {size_bytes} bytes")
-        return _join(checksum, _zeros(size_bytes - end), size_bytes - end)
+    def value(self, begin: int, end: int) -> int:
+        """That of the bytes from `begin` to `end`. No run lies on both sides of one of these."""
+        at, checksum = begin, 0
+        for first in sorted(first for first in self._runs if begin <= first < end):
+            length, found = self._runs[first]
+            if first < at:
+                raise ValueError(f"runs overlap: one ends at {at}, the next begins at {first}")
+            checksum = _join(checksum, _zeros(first - at), first - at)
+            checksum = _join(checksum, found, length)
+            at = first + length
+        if at > end:
+            raise ValueError(f"a run ends at {at}, behind {end}")
+        return _join(checksum, _zeros(end - at), end - at)
 
 
 def _join(first: int, second: int, second_bytes: int) -> int:

@@ -44,7 +44,7 @@ class SnapshotItem:
     def write_suffix(self, file: WholeFile) -> None:
         """Writes the bytes behind the tensor, once it is there."""
         size_bytes = self._archive.data_bytes
-        suffix = self._archive.suffix(self._checksum.value(size_bytes))
+        suffix = self._archive.suffix(self._checksum.value(0, size_bytes))
         file.write_at(self._begin + len(self._archive.prefix) + size_bytes, suffix)
 
 
