@@ -259,6 +259,7 @@ def show_job(name: str, socket: str | None, as_json: bool) -> None:
         (
             shard.spec.name,
             types_pb2.ShardKind.Name(shard.spec.kind).removeprefix("SHARD_KIND_").lower(),
+            types_pb2.Tier.Name(shard.spec.tier).removeprefix("TIER_").lower(),
             types_pb2.DType.Name(shard.spec.dtype).removeprefix("D_TYPE_").lower(),
             "x".join(map(str, shard.spec.shape)) or "scalar",
             format_size(shard.bytes),
@@ -267,7 +268,7 @@ def show_job(name: str, socket: str | None, as_json: bool) -> None:
         for shard in answer.shards
     ]
     click.echo()
-    print_table(("shard", "kind", "dtype", "shape", "bytes", "updates"), rows)
+    print_table(("shard", "kind", "tier", "dtype", "shape", "bytes", "updates"), rows)
 
 
 def _state(shard: types_pb2.Shard) -> str:
@@ -747,6 +748,18 @@ def print_in_flight(answer: status_pb2.InFlightResponse) -> None:
     print_table(("kind", "job", "since", "priority", "what", "waits on"), rows)
 
 
+def _host_tier_text(job: job_pb2.Job) -> str:
+    lives = f"{format_size(job.host_tier_bytes)} live in tier host"
+    if job.durable_step:
+        return f"{lives}: a power cut takes the job back to step {job.durable_step}"
+    if job.snapshot_count:
+        return (
+            f"{lives}: a power cut takes the job back to a snapshot of step 0, or loses it if none "
+            "is whole (memd snapshot list)"
+        )
+    return f"{lives}, and no snapshot has them: a power cut loses the job"
+
+
 def print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
     rows = [
         (
@@ -786,6 +799,8 @@ def print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
                 f"{', '.join(each.lost_shards)}{f' and {more} more' if more > 0 else ''} on disk "
                 "are gone"
             )
+        if each.host_tier_bytes:
+            click.echo(f"{each.name}: {_host_tier_text(each)}")
         if each.unreadable_shards:
             click.echo(
                 f"{each.name}: the device failed to read {', '.join(each.unreadable_shards)}; the "

@@ -77,7 +77,7 @@ class Daemon:
         self._is_ready = False
         self._server: Server | None = None
         self._has_served = False
-        self._somebody_returns = True  # until the draining shows that no session is alive
+        self._somebody_returns = True  # until the draining shows that nobody does
         self._began = time.monotonic()
 
     def run(self) -> None:
@@ -124,7 +124,7 @@ class Daemon:
             self._adopt(server, listener)
             listener.start()
             stack.callback(listener.stop)
-            stack.callback(self._look_for_sessions, peers)
+            stack.callback(self._look_who_returns, peers, server, has_keeper=keeper is not None)
             stack.callback(control.stop, grace_s=_CALLS_S)
             stack.callback(listener.stop_accepting)
             # A reader of the ready line may send a signal at once. When the draining begins, the
@@ -213,9 +213,23 @@ class Daemon:
             )
         listener.adopt(sessions)
 
-    def _look_for_sessions(self, peers: Peers) -> None:
-        """At the end of the draining: without a living session all that counts is on disk."""
-        self._somebody_returns = any(peer.sessions for peer in peers.all())
+    def _look_who_returns(self, peers: Peers, server: Server, *, has_keeper: bool) -> None:
+        """At the end of the draining: without a living session all that counts is on disk, but for
+        what lives in tier host."""
+        in_host_tier = [job for job in server.jobs() if job.host_tier_bytes and job.host_bytes]
+        self._somebody_returns = bool(in_host_tier) or any(peer.sessions for peer in peers.all())
+        if has_keeper:
+            return
+        for job in in_host_tier:
+            log.warning(
+                "nobody keeps what lives in tier host: the job goes back to its last snapshot",
+                extra={
+                    "job": job.name,
+                    "step": job.committed_step,
+                    "snapshot_step": job.durable_step,
+                    "snapshots": job.snapshot_count,
+                },
+            )
 
     def _start_server(self, keeper: Keeper | None) -> Server:
         settings = self._settings

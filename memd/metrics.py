@@ -341,7 +341,16 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
         "memd_committed_step", "The step at which the job stands.", labels=["memd_job"]
     )
     durable = GaugeMetricFamily(
-        "memd_durable_step", "The job's last step that is on disk.", labels=["memd_job"]
+        "memd_durable_step",
+        "The step that the job is at after a power cut: its last one on disk, or with parameters "
+        "in tier host its last snapshot's; 0 where there is none.",
+        labels=["memd_job"],
+    )
+    host_tier_bytes = GaugeMetricFamily(
+        "memd_job_host_tier_bytes",
+        "Bytes of parameters in tier host and their optimizer state, which are on disk only in "
+        "snapshots.",
+        labels=["memd_job"],
     )
     lost = GaugeMetricFamily(
         "memd_job_lost_shards",
@@ -379,6 +388,7 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
         quota.add_metric([job.name, "nvme"], job.nvme_bytes)
         committed.add_metric([job.name], job.committed_step)
         durable.add_metric([job.name], job.durable_step)
+        host_tier_bytes.add_metric([job.name], job.host_tier_bytes)
         lost.add_metric([job.name], len(job.lost_shards))
         unreadable.add_metric([job.name], len(job.unreadable_shards))
     waits = CounterMetricFamily(
@@ -408,6 +418,7 @@ def _about_jobs(jobs: Sequence[JobStatistics]) -> Iterator[Metric]:
     yield weight
     yield snapshots
     yield snapshot_bytes
+    yield host_tier_bytes
     yield used
     yield quota
     yield committed

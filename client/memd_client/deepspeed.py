@@ -116,6 +116,7 @@ class _Conversion:
                 **self._tier(zero, offloads, "offload_optimizer"),
             },
         }
+        self._join_tiers(converted["offload"], converted["optimizer"])
         self._ignore(zero, "zero_optimization.", mapped=("stage", *_OFFLOADS, *_OLD_NAMES))
         self._ignore(config, "", mapped=("zero_optimization", "optimizer"))
         if self._ignored:
@@ -194,12 +195,19 @@ class _Conversion:
                 f"{key}.device", f"DeepSpeed uses it in stage {' or '.join(map(str, stages))}"
             )
             return {}
-        if device == "cpu":
-            self._say(
-                f"{key}.device",
-                'tier "nvme" keeps in host memory what fits there; "host" comes in a later version',
-            )
-        return {"tier": "nvme"}
+        return {"tier": "host" if device == "cpu" else "nvme"}
+
+    def _join_tiers(self, offload: dict[str, Any], optimizer: dict[str, Any]) -> None:
+        """The optimizer's state of an offloaded parameter lives in its tier."""
+        if {offload.get("tier"), optimizer.get("tier")} != {"host", "nvme"}:
+            return
+        key = "offload_param" if offload["tier"] == "host" else "offload_optimizer"
+        self._say(
+            f"zero_optimization.{key}.device",
+            'parameters and their states are in one tier, "nvme", which keeps in host memory what '
+            "fits there",
+        )
+        offload["tier"] = optimizer["tier"] = "nvme"
 
     def _adam(self, optimizer: dict[str, Any]) -> dict[str, Any]:
         name = optimizer.get("type")

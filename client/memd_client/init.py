@@ -23,7 +23,7 @@ from memd_client.base.dynamo import untraced
 from memd_client.base.interrupts import call_user, defer_interrupts
 from memd_client.base.mapped_files import ReadingAhead
 from memd_client.connection.shard import TIERS
-from memd_client.errors import InvalidArgument, NotYet
+from memd_client.errors import InvalidArgument
 from memd_client.offload import offload
 from memd_client.parameters.tiles import is_in_memd
 from memd_client.parameters.unnamed import unnamed
@@ -79,8 +79,6 @@ def init(
     """
     if tier not in TIERS:
         raise InvalidArgument(f'tier is "host" or "nvme": {tier!r}')
-    if tier != "nvme":
-        raise NotYet(f'parameters in tier="host" come in a later version: tier={tier!r}')
     if dtype is not None and not dtype.is_floating_point:
         raise InvalidArgument(f"dtype is one of floating-point numbers: {dtype}")
     return _Init(session, tier=tier, dtype=dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16)
+# Value, remainder and moments of an element.
+_UPDATED_BYTES = 12
 _CLASSES = Classes(away=AwayParameter, in_place=InPlaceParameter)
 
 
@@ -69,7 +72,11 @@ def offload(
         module: its parameters are contiguous, and on the CPU. Those that require a gradient are
             float32 or bfloat16; frozen ones of any other dtype stay frozen.
         session: it has shared memory.
-        tier: where bytes are kept while nobody uses them: "nvme"; "host" comes in a later version.
+        tier: where parameters and their optimizer state live while nobody uses them: "nvme", or
+            "host": the job's host memory, and on disk only in a snapshot. A power cut, or a daemon
+            that ends without a keeper of its memory, then takes the whole job back to its last
+            snapshot, whatever its durability is. One job may have both. Buffers and tracked objects
+            are of tier "nvme".
         device: where they are used; "cpu" in this version.
         activations: not yet.
         strict: if the job held parameters before this session, it must have those of `module`, and
@@ -80,8 +87,8 @@ def offload(
         InvalidArgument, NotYet: a parameter or argument that can't be offloaded; or the job has
             values that were not stored completely, and other sessions, which may be storing them.
             Nothing has changed.
-        CapacityError: the job's host memory can't hold the largest module with its gradients.
-            Nothing has changed.
+        CapacityError: the job's host memory can't hold the largest module with its gradients, or
+            with that what lives in tier "host". Nothing has changed.
     """
     if activations is not None:
         raise NotYet(
@@ -116,7 +123,7 @@ def offload(
         for piece in _pieces(name, parameter, tile_heights.get(id(parameter)))
     ]
     _refuse_names_in_use({*parameters, *(piece.name for piece in pieces)}, job)
-    _refuse_small_pool(module, tile_heights, job)
+    _refuse_small_pool(module, tile_heights, job, pieces if tier == "host" else [])
     if not strict:
         job.held_names.relax()
     stored_names = [piece.stored_name for piece in pieces]
@@ -125,7 +132,7 @@ def offload(
 
     specs = [piece.spec(TIERS[tier]) for piece in pieces]
     declared = job.declare(specs) if specs else []
-    buffers = ModuleBuffers(module, job, tier=TIERS[tier])
+    buffers = ModuleBuffers(module, job)
     shards = [piece.shard(shard) for piece, shard in zip(pieces, declared, strict=True)]
     first = job.held_names.first_values
     first.learn_again()
@@ -249,8 +256,19 @@ def _refuse_names_in_use(names: set[str], job: Job) -> None:
 
 
 def _refuse_small_pool(
-    module: nn.Module, tile_heights: Mapping[int, Sequence[int]], job: Job
+    module: nn.Module,
+    tile_heights: Mapping[int, Sequence[int]],
+    job: Job,
+    in_host_tier: Sequence[_Piece],
 ) -> None:
+    # The daemon adds up what they need. Beside it the largest module needs room, which it does not
+    # know: with an optimizer's state, or a step would find out.
+    kept_bytes = sum(_state_bytes(piece.parameter, piece.shape) for piece in in_host_tier) + sum(
+        _state_bytes(each.parameter, each.shard.shape)
+        for each in job.shards.parameters
+        if each.shard.tier == types_pb2.TIER_HOST and each.parameter is not None
+    )
+
     def leased_bytes(parameter: nn.Parameter) -> int:
         tiles = tile_heights.get(id(parameter))
         size_bytes = parameter.numel() * parameter.element_size()
@@ -263,14 +281,21 @@ def _refuse_small_pool(
         ),
         default=(0, ""),
     )
-    needed_bytes = 2 * largest_bytes + UPDATE_BYTES
+    needed_bytes = 2 * largest_bytes + UPDATE_BYTES + kept_bytes
     if largest_bytes and needed_bytes > job.host_bytes:
         raise CapacityError(
             f"job {job.name!r}: host_bytes is below what the largest module needs; connect with "
             f"more, or split module {largest!r}: {format_size(job.host_bytes)} < "
             f"{format_size(needed_bytes)} (parameters {format_size(largest_bytes)}, their "
-            f"gradients, and {format_size(UPDATE_BYTES)} for the update)"
+            f"gradients, and {format_size(UPDATE_BYTES)} for the update"
+            + (f", and {format_size(kept_bytes)} for tier host)" if kept_bytes else ")")
         )
+
+
+def _state_bytes(parameter: torch.Tensor, shape: Sequence[int]) -> int:
+    """Its value, and an optimizer's state if it may get one."""
+    element_bytes = _UPDATED_BYTES if parameter.requires_grad else parameter.element_size()
+    return math.prod(shape) * element_bytes
 
 
 @dataclass(frozen=True, slots=True)

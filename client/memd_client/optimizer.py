@@ -97,8 +97,8 @@ class Adam(torch.optim.Optimizer):
             a step: a second gradient of a parameter raises InvalidArgument in backward. So do
             `clip_grad_norm_()` and a GradScaler, which change every gradient after backward.
         session: needed if no parameter is offloaded.
-        tier: where parameters that are not offloaded are kept: "nvme"; "host" comes in a later
-            version.
+        tier: where parameters that are not offloaded are kept, as in `offload`. Those that are
+            offloaded, and their state, stay in their own tier.
         decoupled_weight_decay: as for torch; True makes this AdamW.
         foreach, capturable, differentiable, fused: as for torch, where they name the fused CPU
             kernel: `foreach=True`, `fused=False` and the other two are refused. The kernel ignores
@@ -519,7 +519,7 @@ class Adam(torch.optim.Optimizer):
 
         def prepare() -> None:
             for targets, amsgrad in decisions:
-                decide_maximum(targets, amsgrad=amsgrad, tier=self._tier, job=transaction.job)
+                decide_maximum(targets, amsgrad=amsgrad, job=transaction.job)
             # Their leases would settle the step before, so not ahead of the transaction.
             for target in updated:
                 if isinstance(target, StreamedTarget):

@@ -222,12 +222,13 @@ class Session:
 
     @untraced
     def snapshot(self, name: str) -> int:
-        """Keeps the last committed step under `name`, and returns its number. Nothing is copied:
-        later steps leave alone what the snapshot names. It waits for the step in flight, writes
-        first what is newer in memory than on disk, with what was put since, and is on disk when it
-        returns: it survives a power cut, whatever the job's durability is.
+        """Keeps the last committed step under `name`, and returns its number. Nothing is copied but
+        tier "host": later steps leave alone what the snapshot names. It waits for the step in
+        flight, writes first what is newer in memory than on disk, with what was put since, and is
+        on disk when it returns: it survives a power cut, whatever the job's durability is.
 
-        A snapshot counts as one state more against the job's disk quota. It stays until `memd
+        A snapshot counts as one state more against the job's disk quota; with tier "host" the first
+        one counts as two of it. It stays until `memd
         snapshot drop`; a job that has some is not dropped with its session.
 
         Args:
@@ -260,7 +261,8 @@ class Session:
     @property
     def durable_step(self) -> int:
         """The last step that is on disk: behind `committed_step` unless durability is "step"; 0 if
-        "none" has given up what was there. Waits for the step in flight.
+        "none" has given up what was there. With parameters in tier "host" it is that of the last
+        snapshot, or 0. Waits for the step in flight.
 
         Raises:
             DaemonUnavailable, DeadlineExceeded, MemdError: as `committed_step`, once too after an

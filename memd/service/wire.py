@@ -101,6 +101,7 @@ def job_message(job: JobInfo) -> job_pb2.Job:
         nvme_bytes_used=job.nvme_bytes_used + job.metadata_bytes + job.snapshot_bytes,
         snapshot_count=job.snapshot_count,
         snapshot_bytes=job.snapshot_bytes,
+        host_tier_bytes=job.host_tier_bytes,
         shard_count=job.shard_count,
         element_count=job.element_count,
         lease_count=job.lease_count,

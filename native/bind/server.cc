@@ -258,6 +258,9 @@ void bind_records(nb::module_& module) {
       .def_ro(
           "snapshot_bytes", &JobInfo::snapshot_bytes, "By snapshots, as if each shared nothing.")
       .def_ro("snapshot_count", &JobInfo::snapshot_count)
+      .def_ro("host_tier_bytes",
+              &JobInfo::host_tier_bytes,
+              "Parameters of tier host and their optimizer state: on disk only in snapshots.")
       .def_ro("shard_count", &JobInfo::shard_count)
       .def_ro("element_count", &JobInfo::element_count)
       .def_ro("lease_count", &JobInfo::lease_count)

@@ -77,6 +77,11 @@ Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
   }
   // A stopped job that no catalogue named goes without being asked to.
   refill_pool();
+  const auto gone_back =
+      thread_->ask<Nothing>(kDrainS, "jobs that go back to snapshots", [this](const auto& reply) {
+        store().returns_to_snapshots().when_ended([reply] { reply(Nothing{}); });
+      });
+  if (!gone_back.is_ok()) return gone_back.status();
   auto job =
       thread_->ask_for_more<JobInfo>(kAnswerS, "opening a job", [this, request](const auto& reply) {
         reply(store().admissions().open(request));

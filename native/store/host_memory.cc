@@ -33,6 +33,16 @@ Status HostMemory::give(Job& job) {
                  " bytes, free ",
                  parts_.pool.segment_count_free() * segment_bytes);
   }
+  const HostNeeded needed = Admission::host_needed(job.shards().declared(), segment_bytes);
+  if (needed.total_bytes() > count * segment_bytes && needed.state_bytes != 0) {
+    return error(StatusCode::capacity,
+                 "job ",
+                 job.name(),
+                 " keeps parameters in tier host, which need more; ask for a larger host_bytes: ",
+                 needed.text(),
+                 "; host_bytes ",
+                 count * segment_bytes);
+  }
   const uint64_t tag = parts_.commits.catalogue_tag(job.job_id());
   if (Status opened = job.kept().open_ledger(parts_.keepsakes, segment_bytes, tag); !opened.is_ok())
     return opened;
@@ -47,6 +57,8 @@ Status HostMemory::give(Job& job) {
   job.kept().keep(parts_.keepsakes);
   MEMD_FAILPOINT("job.memory_given");
   job.kept().expect_shards();
+  // All of it is unassigned yet.
+  MEMD_CHECK(job.memory()->reserve_host(needed.state_bytes == 0 ? 0 : needed.host_side_bytes()));
   return Status::ok();
 }
 

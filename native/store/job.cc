@@ -14,6 +14,22 @@
 #include "base/units.h"
 
 namespace memd {
+namespace {
+
+Status no_step_on_disk(const JobRecord& record, bool has_host_tier) {
+  return error(StatusCode::integrity,
+               "job ",
+               record.name,
+               has_host_tier ? " kept parameters in tier host alone since step "
+                             : " ran on without durability since step ",
+               record.undurable_since,
+               ", and its memory is gone: what is on disk is no step; go back to a "
+               "snapshot (memd snapshot restore), start over with "
+               "connect(fresh=True), or drop it with `memd job drop`");
+}
+
+}  // namespace
+
 Job::Job(Identity identity, SharedMemory shard_table)
     : identity_(std::move(identity)),
       journal_({.job_id = identity_.job_id,
@@ -39,6 +55,7 @@ Job::Job(Identity identity, SharedMemory shard_table)
                   .shards = shards_,
                   .space = space_,
                   .durable = durable_,
+                  .progress = progress_,
                   .journal = journal_,
                   .memory = kept_.memory()}),
       extent_log_(journal_.ledger(), space_, tiles_),
@@ -85,6 +102,7 @@ void Job::connect(Connection connection) {
                                                      .journal = journal_,
                                                      .lost = lost_,
                                                      .tiles = tiles_,
+                                                     .host_tiles = kept_.host_tiles(),
                                                      .log = extent_log_,
                                                      .gate = *this});
   memory_commits_ =
@@ -115,10 +133,17 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
   if (!planned.is_ok()) return planned.status();
   const Declaration& declaration = planned.value();
   if (declaration.asks_for_more) {
-    if (Status room = admission_.check(declaration.wanted); !room.is_ok()) return room;
+    Status room = admission_.make_room(declaration.wanted);
+    if (!room.is_ok() && declaration.wanted.host_tier_bytes() != 0) {
+      // Tiles that are only cached are in nobody's way.
+      state_->drop_clean_tiles();
+      room = admission_.make_room(declaration.wanted);
+    }
+    if (!room.is_ok()) return room;
   }
   const size_t bucket_begin = shards_.buckets().size();
   shards_.add(declaration);
+  admission_.settle_host_tier();
   std::vector<uint32_t> added_ids;
   for (const ShardSpec* spec : declaration.parameters) added_ids.push_back(begin_shard(*spec));
   for (const ShardSpec* spec : declaration.bytes) added_ids.push_back(begin_shard(*spec));
@@ -172,17 +197,20 @@ JobInfo Job::job_info() const {
           .created = false,
           .committed_step = progress_.committed_step(),
           .durable_step = progress_.durable_step(),
-          .durability = admission_.durability().text(),
+          .durability = admission_.durability_asked().text(),
           .weight = admission_.weight().value(),
           .session_count = static_cast<uint32_t>(cache_.sessions().size()),
           .host_bytes = held == nullptr ? 0 : held->bytes(),
-          .host_bytes_used =
-              held == nullptr ? 0 : held->arena().used_bytes() + held->private_side().used_bytes(),
+          .host_bytes_used = held == nullptr
+                                 ? 0
+                                 : held->arena().used_bytes() + held->private_side().used_bytes() +
+                                       held->host_side().used_bytes(),
           .nvme_bytes = space_.quota_bytes(),
           .nvme_bytes_used = space_.used_bytes(),
           .metadata_bytes = admission_.metadata_bytes(),
           .snapshot_bytes = space_.snapshots().bytes,
           .snapshot_count = space_.snapshots().count,
+          .host_tier_bytes = shards_.declared().host_tier_bytes(),
           .shard_count = static_cast<uint32_t>(shards_.count()),
           .element_count = shards_.sums().element_count(),
           .lease_count = cache_.slots().lease_count(),
@@ -219,17 +247,10 @@ Result<std::unique_ptr<Job>> Job::restore(const JobRecord& record,
   job->admission_.restore(record);
   const bool is_durable = record.undurable_since == 0;
   job->progress_.restore(record.step, is_durable ? record.step : 0, record.undurable_since);
-  if (!is_durable) {
-    job->progress_.stop(error(StatusCode::integrity,
-                              "job ",
-                              record.name,
-                              " ran on without durability since step ",
-                              record.undurable_since,
-                              ", and its memory is gone: what is on disk is no step; go back to a "
-                              "snapshot (memd snapshot restore), start over with "
-                              "connect(fresh=True), or drop it with `memd job drop`"));
-  }
   job->shards_.restore(record, given_ids);
+  job->admission_.settle_host_tier();
+  if (!is_durable)
+    job->progress_.stop(no_step_on_disk(record, job->shards_.declared().has_host_tier()));
   job->space_.count(job->shards_.each_replica());
   job->durable_.restore(record);
   job->durable_.set_catalogue_bytes(job->admission_.catalogue_bytes());

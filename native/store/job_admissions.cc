@@ -86,7 +86,7 @@ Result<Job*> JobAdmissions::admit(const OpenJobRequest& request) {
 }
 
 Status JobAdmissions::set_durability(Job& job, const OpenJobRequest& request) {
-  if (!request.durability || *request.durability == job.admission().durability())
+  if (!request.durability || *request.durability == job.admission().durability_asked())
     return Status::ok();
   const bool busy = !job.cache().sessions().empty() || job.operations().is_running();
   if (busy) {
@@ -94,12 +94,12 @@ Status JobAdmissions::set_durability(Job& job, const OpenJobRequest& request) {
                  "job ",
                  job.name(),
                  " has durability \"",
-                 job.admission().durability().text(),
+                 job.admission().durability_asked().text(),
                  "\", and it is in use; ask for the same, or close its other sessions first: \"",
                  request.durability->text(),
                  "\"");
   }
-  const Durability before = job.admission().durability();
+  const Durability before = job.admission().durability_asked();
   job.admission().set_durability(*request.durability);
   if (Status opened = job.kept().open_tile_words(); !opened.is_ok()) {
     job.admission().set_durability(before);

@@ -9,18 +9,24 @@ void JobGates::discard_early(const Entry& entry, uint32_t shard_id) {
   if (entry.kind() == EntryKind::parameter) early().discard(entry.owner(), EarlyDiscard::state);
 }
 
-void JobGates::read_tile(Entry& entry, size_t index, Done done) {
+bool JobGates::is_tile_newer(const Entry& entry, size_t index) const {
+  if (entry.kind() != EntryKind::parameter) return false;
+  return job_.shards().bucket(entry.owner()).is_host() ||
+         job_.tiles().is_dirty(tile_key(entry.owner(), index));
+}
+
+void JobGates::read_tile(Entry& entry, size_t index, std::byte* into, Done done) {
   TileTask task;
   task.entry = &entry;
   task.bucket = &job_.shards().bucket(entry.owner());
   task.index = index;
   task.reads_value = true;
   task.reads_rest = true;
-  task.work = [](const TileBytes& bytes) {
-    copy_bytes(bytes.arena_value, bytes.value, bytes.value_bytes);
-  };
+  task.work = [into](const TileBytes& bytes) { copy_bytes(into, bytes.value, bytes.value_bytes); };
   task.done = std::move(done);
-  job_.state().tasks().submit(std::move(task));
+  TileTasks& tasks = job_.state().tasks();
+  // In tier host it is a copy for somebody who waits, and needs no tile that is to be updated.
+  task.bucket->is_host() ? tasks.submit_first(std::move(task)) : tasks.submit(std::move(task));
 }
 
 bool JobGates::flush_tiles(std::optional<uint32_t> bucket) {

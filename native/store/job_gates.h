@@ -34,11 +34,8 @@ class JobGates final : public LeaseGates {
   }
   void free_early_slot(const Entry& value) override { early().free_slot(value); }
 
-  bool is_tile_dirty(const Entry& entry, size_t index) const override {
-    return entry.kind() == EntryKind::parameter &&
-           job_.tiles().is_dirty(tile_key(entry.owner(), index));
-  }
-  void read_tile(Entry& entry, size_t index, Done done) override;
+  bool is_tile_newer(const Entry& entry, size_t index) const override;
+  void read_tile(Entry& entry, size_t index, std::byte* into, Done done) override;
   bool flush_tiles(std::optional<uint32_t> bucket) override;
   void drop_clean_tiles() override { job_.state().drop_clean_tiles(); }
   void drop_cached_tiles(const Entry& value) override;

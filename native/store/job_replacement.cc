@@ -81,7 +81,10 @@ Job& JobReplacement::put(Exchange& exchange) const {
   const uint64_t tag = parts_.commits.catalogue_tag(job_id);
   const Status kept =
       fresh.kept().take_over(job.kept(), parts_.keepsakes, parts_.pool.segment_bytes(), tag);
-  if (!kept.is_ok()) fresh.progress().stop(kept);  // it goes on being refused too
+  const Status room = fresh.admission().reserve_host(fresh.shards().declared());
+  for (const Status& status : {kept, room}) {
+    if (!status.is_ok()) fresh.progress().stop(status);  // it goes on being refused too
+  }
   fresh.admission().add_snapshots(job.space().snapshots());
   operations_.connect(fresh);
   const uint64_t record_bytes = job.shards().declared().memory_bytes();

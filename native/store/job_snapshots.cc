@@ -89,9 +89,14 @@ void JobSnapshots::create(const SnapshotRequest& request, Made made) {
     return made(error(StatusCode::not_found, "there is no job with id ", request.job_id));
   }
   if (const auto early = answer_early(*job, request)) return made(*early);
+  // Tier host is written for it, which has no room on disk otherwise.
+  if (job->shards().declared().has_host_tier()) {
+    if (Status room = job->admission().check_next_snapshot(); !room.is_ok()) return made(room);
+  }
   // Next to each other in the job's line: no step begins between them.
   const auto synced = std::make_shared<Status>();
-  job->steps().sync([synced](const Status& status, const StepReport&) { *synced = status; });
+  job->steps().sync_all_tiers(
+      [synced](const Status& status, const StepReport&) { *synced = status; });
   auto creation = std::make_shared<Creation>(
       Creation{.job = *job, .request = request, .made = std::move(made)});
   operations_.enqueue(*job, "snapshot", [this, creation, synced](const Status& turn) {
@@ -236,7 +241,8 @@ void JobSnapshots::restore(uint64_t job_id, const std::string& name, Made made) 
   job->set_ending("is being restored");
   // Once that is on disk, the job needs its memory no more to be what it is.
   const auto synced = std::make_shared<Status>();
-  job->steps().sync([synced](const Status& status, const StepReport&) { *synced = status; });
+  job->steps().sync_all_tiers(
+      [synced](const Status& status, const StepReport&) { *synced = status; });
   operations_.enqueue(
       *job, "restore", [this, job, name, synced, made = std::move(made)](const Status& turn) {
         if (!turn.is_ok()) return made(turn);
@@ -289,6 +295,7 @@ void JobSnapshots::built(const RestoringPointer& restoring) {
   if (Status room = fresh.admission().check_snapshots(job.space().snapshots()); !room.is_ok()) {
     return refuse(restoring, room);
   }
+  if (Status room = check_memory(*restoring); !room.is_ok()) return refuse(restoring, room);
   if (Status writable = parts_.extents.check_writable(); !writable.is_ok()) {
     return refuse(restoring, writable);
   }
@@ -300,6 +307,27 @@ void JobSnapshots::built(const RestoringPointer& restoring) {
       job.job_id(), fresh.durable(), [this, restoring](const Status& status, double) {
         committed(restoring, status);
       });
+}
+
+// After the commit nobody could refuse it any more. Where the job has no memory yet, whoever gives
+// it some looks. A segment of the arena stays there.
+Status JobSnapshots::check_memory(const Restoring& restoring) const {
+  const Job& job = restoring.job;
+  const JobMemory* const memory = job.memory();
+  if (memory == nullptr) return Status::ok();
+  const HostNeeded needed =
+      Admission::host_needed(restoring.fresh->shards().declared(), memory->segment_bytes());
+  if (needed.fits(*memory)) return Status::ok();
+  return error(StatusCode::capacity,
+               "job ",
+               job.name(),
+               " cannot go back to that snapshot: its other shards keep the memory that the "
+               "snapshot's tier host needs; export the snapshot instead (memd snapshot export): ",
+               needed.text(),
+               "; host_bytes ",
+               memory->bytes(),
+               ", free for tier host ",
+               memory->host_bytes_max());
 }
 
 void JobSnapshots::committed(const RestoringPointer& restoring, const Status& status) {

@@ -72,6 +72,7 @@ class JobSnapshots {
   Status check_unused(const Job& job) const;
   void begin_restore(Job& job, const std::string& name, const Status& synced, const Made& made);
   void built(const RestoringPointer& restoring);
+  Status check_memory(const Restoring& restoring) const;
   void committed(const RestoringPointer& restoring, const Status& status);
   void go_back(const RestoringPointer& restoring,
                std::unique_ptr<Job> fresh,

@@ -27,6 +27,18 @@ constexpr uint32_t kOpenRequestsMax = 4 * kRingEntries;
 // session had its turn, and the disk and the workers theirs.
 constexpr uint32_t kRequestsATurn = 64;
 
+bool declares_host_tier(const std::vector<ShardSpec>& specs) {
+  return std::any_of(specs.begin(), specs.end(), [](const ShardSpec& spec) {
+    return spec.kind == ShardKind::parameter && spec.tier == Tier::host;
+  });
+}
+
+bool is_unused(const Job& job) {
+  return job.cache().sessions().empty() && !job.cache().activities().any() &&
+         job.cache().slots().service_lease_count() == 0 && job.cache().waiters().empty() &&
+         job.operations().is_idle() && job.conditions().empty();
+}
+
 }  // namespace
 
 ShardStore::ShardStore(const ShardStoreParts& parts)
@@ -44,6 +56,12 @@ ShardStore::ShardStore(const ShardStoreParts& parts)
              .commits = commits_,
              .jobs = jobs_,
              .sessions = sessions_},
+      snapshots_([this](uint64_t job_id, const KeptStep& step) {
+        Job* const job = jobs_.find(job_id);
+        if (job == nullptr) return;
+        job->admission().remove_snapshots(
+            {.count = 0, .bytes = 0, .memory_bytes = 0, .steps = {step}});
+      }),
       places_(commits_, jobs_, snapshots_),
       scrub_(verification_parts(), parts.clock),
       live_check_(verification_parts(), commits_, parts.clock),
@@ -52,6 +70,7 @@ ShardStore::ShardStore(const ShardStoreParts& parts)
       operations_(parts_, gradients_),
       snapshot_readings_(parts_, snapshots_),
       job_snapshots_(parts_, snapshots_, snapshot_readings_, operations_),
+      returns_(parts_, snapshots_, job_snapshots_),
       reports_({.store = parts_,
                 .step_times = operations_.times(),
                 .scrub = scrub_,
@@ -79,7 +98,12 @@ Status ShardStore::load(const std::function<Status()>& turn, KeptDescriptors* ke
                 .snapshots = snapshots_,
                 .notes = load_notes_},
                kept);
-  return load.run(turn);
+  if (Status loaded = load.run(turn); !loaded.is_ok()) return loaded;
+  for (const uint64_t job_id : jobs_.ids()) {
+    std::string note = returns_.begin(job_id);
+    if (!note.empty()) load_notes_.push_back(std::move(note));
+  }
+  return Status::ok();
 }
 
 VerificationParts ShardStore::verification_parts() {
@@ -103,17 +127,13 @@ ShardStore::~ShardStore() {
 
 // ---- Jobs and sessions --------------------------------------------------------------------------
 
-bool ShardStore::is_unused(const Job& job) const {
-  return job.cache().sessions().empty() && !job.cache().activities().any() &&
-         job.cache().slots().service_lease_count() == 0 && job.cache().waiters().empty() &&
-         job.operations().is_idle() && job.conditions().empty();
-}
-
 void ShardStore::return_to_disk(Job& job) {
   // If this fails, the job goes on being refused; the next turn tries again.
   auto restored = Job::restore(job.durable().record());
   if (!restored.is_ok()) return;
+  const uint64_t job_id = job.job_id();
   JobReplacement(parts_, operations_).replace(job, std::move(restored).value());
+  returns_.begin(job_id);
 }
 
 void ShardStore::drop_job(uint64_t job_id, bool force, Done done) {
@@ -280,6 +300,11 @@ Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
   if (!job.is_ok()) return job.status();
   MEMD_FAILPOINT("shards.before_declared");
   const Owed owed(OwedPlace::shards_declared);
+  if (declares_host_tier(specs) && !job.value()->shards().declared().has_host_tier()) {
+    // Commits will be in memory: what is said of tiles is kept before the first of them.
+    if (Status opened = job.value()->kept().open_host_words(); !opened.is_ok()) return opened;
+    job.value()->kept().keep_tile_words(keepsakes_);
+  }
   auto infos = job.value()->declare(specs);
   if (!infos.is_ok()) return infos.status();
   return std::pair(std::move(infos).value(), job.value()->admission().gradients_fit());

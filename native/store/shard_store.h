@@ -34,6 +34,7 @@
 #include "store/job_snapshots.h"
 #include "store/jobs.h"
 #include "store/journal/keepsakes.h"
+#include "store/returns_to_snapshots.h"
 #include "store/snapshot_readings.h"
 #include "store/space/commit.h"
 #include "store/space/extent_store.h"
@@ -80,6 +81,7 @@ class ShardStore {
   Gradients& gradients() { return gradients_; }
   JobOperations& operations() { return operations_; }
   JobSnapshots& snapshots() { return job_snapshots_; }
+  ReturnsToSnapshots& returns_to_snapshots() { return returns_; }
   SnapshotReadings& snapshot_readings() { return snapshot_readings_; }
   StoreReports& reports() { return reports_; }
   const StoreReports& reports() const { return reports_; }
@@ -145,7 +147,6 @@ class ShardStore {
  private:
   /// A stopped job that nobody uses any more becomes what the disk says it is.
   void return_to_disk(Job& job);
-  bool is_unused(const Job& job) const;
 
   /// Each session has its uses followed and a request served, and more while there is time; the
   /// next turn begins with the session behind the last one. True where there was something.
@@ -179,6 +180,7 @@ class ShardStore {
   JobOperations operations_;
   SnapshotReadings snapshot_readings_;
   JobSnapshots job_snapshots_;
+  ReturnsToSnapshots returns_;
   StoreReports reports_;
   JobAdmissions admissions_;
   TurnParts turn_parts_;

@@ -24,7 +24,8 @@ struct JobInfo {
   uint32_t uid = 0;
   bool created = false;
   uint64_t committed_step = 0;
-  /// The last step that is on disk; 0 as well where "none" has given that up.
+  /// The step that the job is at after a power cut: the last one on disk, and with tier host the
+  /// last snapshot's; 0 as well where "none" has given that up.
   uint64_t durable_step = 0;
   std::string durability;
   double weight = 1;  // JobWeight::value()
@@ -36,6 +37,8 @@ struct JobInfo {
   uint64_t metadata_bytes = 0;   // by the catalogue, old and new: also of nvme_bytes
   uint64_t snapshot_bytes = 0;   // by snapshots, as if each shared nothing: also of nvme_bytes
   uint32_t snapshot_count = 0;
+  /// Parameters of tier host and their optimizer state: on disk only in snapshots.
+  uint64_t host_tier_bytes = 0;
   uint32_t shard_count = 0;
   uint64_t element_count = 0;
   uint32_t lease_count = 0;

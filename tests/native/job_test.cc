@@ -133,7 +133,7 @@ TEST(JobDeclare, where_one_shard_is_refused_nothing_changes) {
   };
   ShardSpec integer = parameter("new", 4, DType::int32);
   ShardSpec half = parameter("new", 4, DType::float16);
-  ShardSpec host = parameter("new", 4);
+  ShardSpec host = parameter("w", 10);
   host.tier = Tier::host;
   ShardSpec no_kind = parameter("new", 4);
   no_kind.kind = ShardKind::unspecified;
@@ -149,7 +149,7 @@ TEST(JobDeclare, where_one_shard_is_refused_nothing_changes) {
         Case{parameter(std::string(1025, 'x'), 4), StatusCode::invalid_argument, "1025"},
         Case{integer, StatusCode::invalid_argument, "int32"},
         Case{half, StatusCode::not_yet, "float16"},
-        Case{host, StatusCode::not_yet, "nvme"},
+        Case{host, StatusCode::already_exists, "in tier \"nvme\""},
         Case{no_kind, StatusCode::invalid_argument, "kind"},
         Case{no_tier, StatusCode::invalid_argument, "tier"},
         Case{overflow, StatusCode::invalid_argument, "overflows"},

@@ -542,6 +542,7 @@ inline void expect_all_bytes_held(Job& job) {
     tile_bytes += bucket.value->replica_bytes(tile_of(key)) + bucket.rest_bytes(tile_of(key));
   });
   EXPECT_EQ(job.memory()->private_side().used_bytes(), tile_bytes);
+  EXPECT_EQ(job.memory()->host_side().used_bytes(), job.kept().host_tiles().bytes());
 }
 
 }  // namespace memd::testing

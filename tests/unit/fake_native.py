@@ -84,6 +84,7 @@ class JobInfo:
     nvme_bytes_used: int = 0
     metadata_bytes: int = 0
     snapshot_bytes: int = 0
+    host_tier_bytes: int = 0
     snapshot_count: int = 0
     shard_count: int = 0
     element_count: int = 0

@@ -560,7 +560,6 @@ class TestInitErrors:
         ("settings", "error", "message"),
         [
             ({"tier": "disk"}, memd_client.InvalidArgument, "tier is"),
-            ({"tier": "host"}, memd_client.NotYet, 'tier="host"'),
             ({"dtype": torch.int8}, memd_client.InvalidArgument, "floating-point"),
         ],
     )

@@ -278,6 +278,22 @@ def test_a_fence_and_lost_shards_are_shown(server: FakeServer, tmp_path: Path) -
     assert status["jobs"][0]["lost_shards"] == ["wte.weight"]
 
 
+def test_a_power_cut_s_loss_is_told_of_a_job_with_tier_host(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    socket = ("--socket", str(tmp_path / "memd.sock"))
+    job = server.open_job("gpt", uid=0)
+    assert "tier host" not in memd("status", *socket).output
+    job.host_tier_bytes, job.committed_step = 3 << 20, 7
+    lost = "gpt: 3 MiB live in tier host, and no snapshot has them: a power cut loses the job"
+    assert lost in memd("status", *socket).output
+    job.snapshot_count, job.durable_step = 2, 5
+    left = "3 MiB live in tier host: a power cut takes the job back to step 5"
+    assert left in memd("job", "list", *socket).output
+    job.durable_step = 0
+    assert "back to a snapshot of step 0, or loses it if" in memd("status", *socket).output
+
+
 def test_shards_that_the_device_failed_to_read_are_shown(
     server: FakeServer, tmp_path: Path
 ) -> None:
@@ -305,7 +321,7 @@ def test_a_job_is_listed_shown_and_dropped(server: FakeServer, tmp_path: Path) -
     row = memd("job", "list", *socket).output.splitlines()[1].split()
     assert row[:4] == ["gpt", "root", "0", "1"]
     shown = memd("job", "show", "gpt", *socket).output
-    assert "wte.weight  parameter  float32  256x64  64 KiB  never written" in shown
+    assert "wte.weight  parameter  nvme  float32  256x64  64 KiB  never written" in shown
     (shard,) = json.loads(memd("job", "show", "gpt", "--json", *socket).output)["shards"]
     assert shard["spec"]["kind"] == "SHARD_KIND_PARAMETER"
     assert shard["spec"]["shape"] == [256, 64]

@@ -30,6 +30,9 @@ def _no_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEMD_ADDRESS", raising=False)
 
 
+NVME = {"device": "nvme"}
+
+
 class Converted:
     """A configuration in memd's words, and the log beside it."""
 
@@ -68,12 +71,24 @@ def test_zero_3_with_nvme_is_a_private_daemon_in_its_folder(convert: Any) -> Non
 @pytest.mark.parametrize(
     ("zero", "offload", "optimizer", "said"),
     [
-        ({"stage": 3, "offload_param": {"device": "cpu"}}, {"tier": "nvme"}, {}, "host memory"),
-        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, {}, {"tier": "nvme"}, "leave offl"),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, {"tier": "host"}, {}, ""),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, {}, {"tier": "host"}, "leave offl"),
+        (
+            {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": NVME},
+            {"tier": "nvme"},
+            {"tier": "nvme"},
+            "zero_optimization.offload_param.device (parameters and their states",
+        ),
+        (
+            {"stage": 3, "offload_param": NVME, "offload_optimizer": {"device": "cpu"}},
+            {"tier": "nvme"},
+            {"tier": "nvme"},
+            "zero_optimization.offload_optimizer.device (parameters and their states",
+        ),
         ({"stage": 2, "offload_param": {"device": "cpu"}}, {}, {}, "uses it in stage 3"),
         ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, {}, {}, "in stage 1 or 2 or 3"),
-        ({"stage": 2, "cpu_offload": True}, {}, {"tier": "nvme"}, "host memory"),
-        ({"stage": 3, "cpu_offload_param": True}, {"tier": "nvme"}, {}, "host memory"),
+        ({"stage": 2, "cpu_offload": True}, {}, {"tier": "host"}, "leave offload() out"),
+        ({"stage": 3, "cpu_offload_param": True}, {"tier": "host"}, {}, ""),
         ({"stage": 3, "offload_param": {"device": "none"}}, {}, {}, "leave offload() out"),
     ],
 )

@@ -79,6 +79,7 @@ def test_the_figures_of_the_data_plane_are_exported(scraped: Scraped) -> None:
     assert found["memd_job_lost_shards,memd_job=gpt"] == 0
     assert found["memd_job_unreadable_shards,memd_job=gpt"] == 0
     assert found["memd_job_weight,memd_job=gpt"] == 1
+    assert found["memd_job_host_tier_bytes,memd_job=gpt"] == 0
     assert found["memd_lease_wait_seconds_total,memd_job=gpt"] == 0.5
     assert found["memd_lease_wait_reason_seconds_total,memd_job=gpt,reason=room"] == 0.125
     stalls = "memd_stall_seconds_total,memd_job=gpt,phase=forward"

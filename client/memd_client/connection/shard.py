@@ -34,6 +34,7 @@ class Shard:
     is_bytes: bool = False
     # That of the parameter of which it is a tile.
     whole_name: str = ""
+    tier: types_pb2.Tier = types_pb2.TIER_NVME
 
     @classmethod
     def of(cls, shard: types_pb2.Shard, *, whole_name: str = "") -> Shard:
@@ -45,6 +46,7 @@ class Shard:
             dtype=torch_dtype(spec.dtype),
             shape=torch.Size(spec.shape),
             whole_name=whole_name,
+            tier=spec.tier,
         )
 
     @classmethod
@@ -57,6 +59,7 @@ class Shard:
             dtype=value.dtype,
             shape=value.shape,
             is_bytes=True,
+            tier=shard.spec.tier,
         )
 
     @property

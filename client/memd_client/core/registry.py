@@ -11,7 +11,7 @@ from weakref import WeakSet
 from memd_client.base.sizes import format_size
 from memd_client.connection.shard import Shard
 from memd_client.errors import UnknownName
-from memd_proto.v1 import session_pb2
+from memd_proto.v1 import session_pb2, types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
     from memd_client.connection.calls import ControlPlane
     from memd_client.core.leases import Leases
-    from memd_proto.v1 import types_pb2
 
 _log = logging.getLogger("memd_client")
+
+
+def _lives_in_host_tier(spec: types_pb2.ShardSpec) -> bool:
+    return spec.kind == types_pb2.SHARD_KIND_PARAMETER and spec.tier == types_pb2.TIER_HOST
 
 
 class LivingParameter(Protocol):
@@ -61,6 +64,7 @@ class ShardRegistry:
         self._lock = threading.Lock()
         self._parameters: WeakSet[LivingParameter] = WeakSet()
         self._gradients_fit = True
+        self._has_host_tier = False
 
     def declare(self, specs: Sequence[types_pb2.ShardSpec]) -> list[types_pb2.Shard]:
         """Creates shards, or finds those that the job has.
@@ -73,6 +77,8 @@ class ShardRegistry:
         shards = list(response.shards)
         if not response.gradients_fit:
             self._note_gradients_spill()
+        if any(map(_lives_in_host_tier, specs)):
+            self._note_host_tier()
         with self._lock:
             self._shards.update((shard.spec.name, Shard.of(shard)) for shard in shards)
         return shards
@@ -137,6 +143,17 @@ class ShardRegistry:
     @property
     def parameter_names(self) -> set[str]:
         return {parameter.shard.name for parameter in self._parameters}
+
+    def _note_host_tier(self) -> None:
+        if self._has_host_tier:
+            return
+        self._has_host_tier = True
+        _log.warning(
+            'job %r: parameters in tier "host" are on disk only in snapshots, so a power cut takes '
+            "the whole job back to its last one, and so does the end of an embedded daemon; make "
+            "some with session.snapshot(name)",
+            self._job,
+        )
 
     def _note_gradients_spill(self) -> None:
         if not self._gradients_fit:

@@ -52,7 +52,7 @@ class ModuleBuffers:
     commits.
     """
 
-    def __init__(self, module: nn.Module, job: Job, *, tier: types_pb2.Tier) -> None:
+    def __init__(self, module: nn.Module, job: Job) -> None:
         """Declares them.
 
         Raises:
@@ -65,7 +65,6 @@ class ModuleBuffers:
                 kind=types_pb2.SHARD_KIND_BUFFER,
                 dtype=tensor.dtype,
                 shape=tensor.shape,
-                tier=tier,
             )
             for suffix in ("", _STAGED)
             for name, _, tensor in found

@@ -95,7 +95,7 @@ def own(
         if not entry.shard.is_bytes
     ]
     # From here on the job's quota has to hold the optimizer's state as well.
-    updated = job.declare(_updated_specs(moved, tier, keeps_maximum=amsgrad)) if moved else []
+    updated = job.declare(_updated_specs(moved, keeps_maximum=amsgrad)) if moved else []
     keeps_maximum = {shard.shard_id: shard.spec.keeps_maximum for shard in updated}
     first = job.held_names.first_values
     declared = job.declare([spec for _, spec in resident]) if resident else []
@@ -142,9 +142,7 @@ def own(
     return targets
 
 
-def decide_maximum(
-    targets: Sequence[Part], *, amsgrad: bool, tier: types_pb2.Tier, job: Job
-) -> None:
+def decide_maximum(targets: Sequence[Part], *, amsgrad: bool, job: Job) -> None:
     """Before a step over `targets` with this setting. No step is in flight. Where it is the first
     update of a parameter, it decides whether there is a maximum.
 
@@ -163,7 +161,7 @@ def decide_maximum(
             )
     shards = [target.shard for target in others if target.is_stored]
     if shards:
-        job.declare(_updated_specs(shards, tier, keeps_maximum=amsgrad))
+        job.declare(_updated_specs(shards, keeps_maximum=amsgrad))
     for target in others:
         target.note_maximum(keeps_maximum=amsgrad)
 
@@ -239,16 +237,14 @@ def _resident_spec(
     )
 
 
-def _updated_specs(
-    shards: Sequence[Shard], tier: types_pb2.Tier, *, keeps_maximum: bool
-) -> list[types_pb2.ShardSpec]:
+def _updated_specs(shards: Sequence[Shard], *, keeps_maximum: bool) -> list[types_pb2.ShardSpec]:
     return [
         shard_spec(
             shard.name,
             kind=types_pb2.SHARD_KIND_PARAMETER,
             dtype=shard.dtype,
             shape=shard.shape,
-            tier=tier,
+            tier=shard.tier,
             keeps_maximum=keeps_maximum,
         )
         for shard in shards

@@ -431,6 +431,12 @@ class JobInfo:
     def snapshot_count(self) -> int: ...
 
     @property
+    def host_tier_bytes(self) -> int:
+        """
+        Parameters of tier host and their optimizer state: on disk only in snapshots.
+        """
+
+    @property
     def shard_count(self) -> int: ...
 
     @property

@@ -21,6 +21,9 @@ struct Bucket {
   Entry* gradient = nullptr;
   ReplicaList rest;  // one for each tile
   DType dtype = DType::float32;
+  /// The home of its values and their optimizer state: with tier host HostTiles, and in extents
+  /// only where a snapshot wrote them since their last change.
+  Tier tier = Tier::nvme;
   /// Steps update it, or may: room for its optimizer state was asked for.
   bool is_updated = false;
   /// A shard's state has a maximum, or may: room for it was asked for. Only of one that is updated.
@@ -35,6 +38,7 @@ struct Bucket {
     return {
         .dtype = dtype, .element_count = element_count, .keeps_maxima = keeps_maxima, .tiles = {}};
   }
+  bool is_host() const { return tier == Tier::host; }
   uint64_t tile_elements(size_t tile) const {
     return std::min(kTileElements, element_count - tile * kTileElements);
   }

@@ -156,6 +156,10 @@ class Entry {
              return replica.exists();
            });
   }
+  /// HostTiles has every tile of it.
+  void set_in_host_tiles() { is_in_host_tiles_ = true; }
+  /// All of its bytes are outside of the arena as well: what has a slot may lose it.
+  bool is_backed() const { return is_in_host_tiles_ || has_replica(); }
   /// Bytes of replica `index`, in whole blocks.
   uint32_t replica_bytes(size_t index) const {
     const uint64_t begin = index * stride_bytes();
@@ -212,6 +216,7 @@ class Entry {
   const Tier tier_ : 2;
   bool is_in_step_ : 1 = false;
   bool is_uncommitted_ : 1 = false;
+  bool is_in_host_tiles_ : 1 = false;
   Residency residency_ : 3 = Residency::absent;
   const uint8_t stride_log2_ : 6;
   EntryPrefetch prefetch_;

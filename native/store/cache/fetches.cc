@@ -20,12 +20,11 @@ void Fetches::fetch(Entry& entry, IoPriority priority, Done done) {
   });
   std::byte* const data = parts_.memory->arena().at(entry.slot()->offset_bytes);
   for (size_t i = 0; i < entry.replicas().size(); ++i) {
-    if (parts_.gates.is_tile_dirty(entry, i)) {
-      // The disk has older bytes.
-      parts_.gates.read_tile(entry, i, join->branch());
+    const std::span<std::byte> into(data + i * entry.stride_bytes(), entry.replica_bytes(i));
+    if (parts_.gates.is_tile_newer(entry, i)) {
+      parts_.gates.read_tile(entry, i, into.data(), join->branch());
       continue;
     }
-    const std::span<std::byte> into(data + i * entry.stride_bytes(), entry.replica_bytes(i));
     parts_.extents.read(entry.replicas()[i].extent(),
                         into,
                         {.job = JobId{parts_.job_id}, .priority = priority},

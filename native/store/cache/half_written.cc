@@ -41,7 +41,7 @@ void HalfWritten::discard(Entry& entry, const std::set<uint32_t>& torn, Done dis
   Mends::Torn all;
   for (const uint32_t index : torn) {
     Shard& shard = parts_.shards[bucket.shards[index]];
-    if (shard.is_on_disk && entry.has_replica()) {
+    if (shard.is_on_disk && entry.is_backed()) {
       all.on_disk.insert(index);
       continue;
     }
@@ -75,15 +75,18 @@ void HalfWritten::mend(Entry& entry) {
   MEMD_CHECK_EQ(entry.replicas().size(),
                 size_t{1});  // only a large shard has several, and it is alone
   const auto block = std::make_shared<BlockBytes>(uint64_t{entry.replica_bytes(0)});
+  const Done mended = [this, &entry, torn, block](const Status& status) {
+    status.is_ok() ? repair(entry, torn, block) : end_mend(entry, status);
+  };
+  if (parts_.gates.is_tile_newer(entry, 0))
+    return parts_.gates.read_tile(entry, 0, block->span().data(), mended);
   parts_.extents.read(
       entry.replicas()[0].extent(),
       block->span(),
       {.job = JobId{parts_.job_id}, .priority = IoPriority::demand},
       concat(
           "shard ", parts_.shards.describe(entry, 0), ", step ", parts_.progress.committed_step()),
-      [this, &entry, torn, block](const Status& status) {
-        status.is_ok() ? repair(entry, torn, block) : end_mend(entry, status);
-      });
+      mended);
 }
 
 void HalfWritten::repair(Entry& entry,

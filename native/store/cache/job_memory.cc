@@ -33,21 +33,20 @@ Result<std::unique_ptr<JobMemory>> JobMemory::create(std::vector<Segment>& segme
   return memory;
 }
 
-Result<std::unique_ptr<JobMemory>> JobMemory::adopt(std::vector<Segment>& arena_segments,
-                                                    std::vector<Segment>& private_segments,
-                                                    std::vector<Segment>& unassigned,
+Result<std::unique_ptr<JobMemory>> JobMemory::adopt(Sides& sides,
                                                     uint64_t segment_bytes,
                                                     IoQueue& io,
                                                     Ledger* ledger) {
   std::unique_ptr<JobMemory> memory(
-      new JobMemory(std::move(unassigned), segment_bytes, io, ledger));
-  memory->segment_count_ += arena_segments.size() + private_segments.size();
+      new JobMemory(std::move(sides.unassigned), segment_bytes, io, ledger));
+  memory->segment_count_ += sides.arena.size() + sides.private_side.size() + sides.host_side.size();
   if (Status reserved = memory->reserve(); !reserved.is_ok()) {
-    unassigned = memory->take_segments();
+    sides.unassigned = memory->take_segments();
     return reserved;
   }
-  for (auto [segments, side] : {std::pair{&arena_segments, memory->arena_.get()},
-                                std::pair{&private_segments, memory->private_.get()}}) {
+  for (auto [segments, side] : {std::pair{&sides.arena, memory->arena_.get()},
+                                std::pair{&sides.private_side, memory->private_.get()},
+                                std::pair{&sides.host_side, memory->host_.get()}}) {
     for (Segment& segment : *segments) {
       memory->unassigned_.push_back(std::move(segment));
       memory->grow(*side);
@@ -71,7 +70,7 @@ JobMemory::~JobMemory() { take_segments(); }
 
 Status JobMemory::reserve() {
   const uint64_t reserved_bytes = segment_count_ * segment_bytes_;
-  for (std::unique_ptr<Arena>* side : {&arena_, &private_}) {
+  for (std::unique_ptr<Arena>* side : {&arena_, &private_, &host_}) {
     auto made = Arena::create(reserved_bytes, segment_bytes_);
     if (!made.is_ok()) return made.status();
     *side = std::move(made).value();
@@ -92,6 +91,13 @@ void JobMemory::claim_in(Ledger* ledger) {
     claim(arena_->segment(i).id(), Side::arena, i);
   for (uint64_t i = 0; i < private_->segment_count(); ++i)
     claim(private_->segment(i).id(), Side::private_side, i);
+  for (uint64_t i = 0; i < host_->segment_count(); ++i)
+    claim(host_->segment(i).id(), Side::host_side, i);
+}
+
+Side JobMemory::side_of(const Arena& side) const {
+  if (&side == arena_.get()) return Side::arena;
+  return &side == private_.get() ? Side::private_side : Side::host_side;
 }
 
 bool JobMemory::grow(Arena& side) {
@@ -99,9 +105,7 @@ bool JobMemory::grow(Arena& side) {
   unassigned_.pop_back();
   const uint64_t offset_bytes = side.capacity_bytes();
   if (!MEMD_PLANTED("ledger.segment_used_unclaimed")) {
-    claim(segment.id(),
-          &side == arena_.get() ? Side::arena : Side::private_side,
-          side.segment_count());
+    claim(segment.id(), side_of(side), side.segment_count());
   }
   MEMD_FAILPOINT("ledger.segment_claimed");
   const Status status = side.add(std::move(segment));
@@ -127,32 +131,59 @@ bool JobMemory::grow_private() {
 uint64_t JobMemory::private_bytes_max() const {
   const uint64_t arena_bytes =
       std::max(arena_->capacity_bytes(), align_up(arena_expected_bytes_, segment_bytes_));
-  const uint64_t left = bytes() > arena_bytes ? bytes() - arena_bytes : 0;
+  const uint64_t left = shared_bytes() > arena_bytes ? shared_bytes() - arena_bytes : 0;
   return std::max(left, private_floor_bytes());
 }
 
-bool JobMemory::shrink_private() {
-  if (!can_shrink_private() || private_->tail_free_bytes() < segment_bytes_) return false;
-  const uint64_t from_bytes = (private_->segment_count() - 1) * segment_bytes_;
-  io_.remove_memory(std::span<std::byte>(private_->at(from_bytes), segment_bytes_));
-  auto segment = private_->remove_last();
+bool JobMemory::shrink_private() { return can_shrink_private() && take_last(*private_); }
+
+bool JobMemory::take_last(Arena& side) {
+  if (side.segment_count() == 0 || side.tail_free_bytes() < segment_bytes_) return false;
+  const uint64_t from_bytes = (side.segment_count() - 1) * segment_bytes_;
+  io_.remove_memory(std::span<std::byte>(side.at(from_bytes), segment_bytes_));
+  auto segment = side.remove_last();
   MEMD_CHECK(segment.has_value());
   claim(segment->id(), Side::unassigned, 0);
   unassigned_.push_back(std::move(*segment));
   return true;
 }
 
+void JobMemory::release_host() {
+  while (host_->segment_count() > 0) MEMD_CHECK(take_last(*host_));
+}
+
+uint64_t JobMemory::host_bytes_max() const {
+  const uint64_t taken = arena_->segment_count() + private_floor_segments_;
+  return segment_count_ > taken ? (segment_count_ - taken) * segment_bytes_ : 0;
+}
+
+bool JobMemory::reserve_host(uint64_t bytes) {
+  if (bytes > host_bytes_max()) return false;
+  const uint64_t count_before = host_->segment_count();
+  while (host_->capacity_bytes() < bytes) {
+    const uint64_t held = private_->segment_count();
+    const uint64_t owed = held < private_floor_segments_ ? private_floor_segments_ - held : 0;
+    if (unassigned_.size() > owed) {
+      grow(*host_);
+    } else if (!shrink_private()) {
+      while (host_->segment_count() > count_before) take_last(*host_);
+      return false;
+    }
+  }
+  return true;
+}
+
 std::vector<uint64_t> JobMemory::segment_ids() const {
   std::vector<uint64_t> ids;
   for (const Segment& segment : unassigned_) ids.push_back(segment.id());
-  for (const Arena* side : {arena_.get(), private_.get()}) {
+  for (const Arena* side : {arena_.get(), private_.get(), host_.get()}) {
     for (uint64_t i = 0; i < side->segment_count(); ++i) ids.push_back(side->segment(i).id());
   }
   return ids;
 }
 
 std::optional<Segment> JobMemory::take_segment() {
-  for (Arena* side : {arena_.get(), private_.get()}) {
+  for (Arena* side : {arena_.get(), private_.get(), host_.get()}) {
     if (side == nullptr || side->segment_count() == 0) continue;
     const uint64_t offset_bytes = side->capacity_bytes() - segment_bytes_;
     io_.remove_memory(std::span<std::byte>(side->at(offset_bytes), segment_bytes_));

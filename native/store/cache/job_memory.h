@@ -1,5 +1,5 @@
-// The segments of one job: its arena, which trainers map, and its private side, which only the
-// daemon maps.
+// The segments of one job: its arena, which trainers map, and its private side and host side, which
+// only the daemon maps.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,9 @@ inline constexpr uint32_t kTilesInFlight = 8;
 /// Segments are admitted when the job is opened and lie unassigned until a side needs them. The
 /// arena takes what leases ask for, the private side what is left of what the arena is expected to
 /// need, and at least its floor. A segment may go from the private side to the arena of the same
-/// job when it is empty; never back, since a trainer keeps it mapped. Used by the server thread.
+/// job when it is empty; never back, since a trainer keeps it mapped. The host side has what
+/// reserve_host() asked for: places of tiles whose tier is host, which neither of the others can
+/// take. Used by the server thread.
 class JobMemory {
  public:
   /// If it fails, the segments are where they were.
@@ -38,11 +40,15 @@ class JobMemory {
                                                    uint64_t segment_bytes,
                                                    IoQueue& io,
                                                    Ledger* ledger = nullptr);
+  struct Sides {
+    std::vector<Segment> arena;
+    std::vector<Segment> private_side;
+    std::vector<Segment> host_side;
+    std::vector<Segment> unassigned;
+  };
   /// The segments of an earlier daemon, on the sides and in the order that it had them. Where it
-  /// fails they are where they were.
-  static Result<std::unique_ptr<JobMemory>> adopt(std::vector<Segment>& arena_segments,
-                                                  std::vector<Segment>& private_segments,
-                                                  std::vector<Segment>& unassigned,
+  /// fails they are all in `unassigned`.
+  static Result<std::unique_ptr<JobMemory>> adopt(Sides& sides,
                                                   uint64_t segment_bytes,
                                                   IoQueue& io,
                                                   Ledger* ledger);
@@ -52,6 +58,16 @@ class JobMemory {
   const Arena& arena() const { return *arena_; }
   Arena& private_side() { return *private_; }
   const Arena& private_side() const { return *private_; }
+  Arena& host_side() { return *host_; }
+  const Arena& host_side() const { return *host_; }
+
+  /// From here on the host side has at least `bytes`. False where too few segments are left beside
+  /// the arena and the private floor: then nothing has changed.
+  bool reserve_host(uint64_t bytes);
+  /// It has none any more; nothing lies there.
+  void release_host();
+  /// As much as it could have now.
+  uint64_t host_bytes_max() const;
 
   /// Gives the arena one more segment if one is to spare.
   bool grow_arena();
@@ -73,9 +89,12 @@ class JobMemory {
     return std::min(private_floor_bytes(), kTilesInFlight * kTileStateBytesMax);
   }
   uint64_t arena_bytes_max() const {
-    return (segment_count_ - private_floor_segments_) * segment_bytes_;
+    return (segment_count_ - private_floor_segments_ - host_->segment_count()) * segment_bytes_;
   }
+  /// Arena and private side share it.
+  uint64_t shared_bytes() const { return bytes() - host_->capacity_bytes(); }
   uint64_t bytes() const { return segment_count_ * segment_bytes_; }
+  uint64_t segment_bytes() const { return segment_bytes_; }
 
   /// The fewest segments a job can have: the private floor and one for the arena.
   static uint64_t segment_count_min(uint64_t segment_bytes);
@@ -94,6 +113,9 @@ class JobMemory {
   JobMemory(std::vector<Segment> segments, uint64_t segment_bytes, IoQueue& io, Ledger* ledger);
   Status reserve();
   bool grow(Arena& side);
+  Side side_of(const Arena& side) const;
+  /// False where something lies in it.
+  bool take_last(Arena& side);
   void claim(uint64_t segment_id, Side side, uint64_t index);
 
   IoQueue& io_;
@@ -105,6 +127,7 @@ class JobMemory {
   std::vector<Segment> unassigned_;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Arena> private_;
+  std::unique_ptr<Arena> host_;
 };
 
 }  // namespace memd

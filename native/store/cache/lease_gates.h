@@ -38,10 +38,11 @@ class LeaseGates {
   virtual void free_early_slot(const Entry& value) = 0;
 
   // Tiles in private memory.
-  /// The newest bytes of the entry's replica `index` are there alone.
-  virtual bool is_tile_dirty(const Entry& entry, size_t index) const = 0;
-  /// Copies them into the entry's slot.
-  virtual void read_tile(Entry& entry, size_t index, Done done) = 0;
+  /// The newest bytes of the entry's replica `index` are there, or come to live there with their
+  /// next use: the disk has none, or older ones.
+  virtual bool is_tile_newer(const Entry& entry, size_t index) const = 0;
+  /// Copies them to `into`.
+  virtual void read_tile(Entry& entry, size_t index, std::byte* into, Done done) = 0;
   /// False where no tile of the bucket, or of all, is dirty; else they are being written, and
   /// whoever waits for them is told if that fails.
   virtual bool flush_tiles(std::optional<uint32_t> bucket) = 0;

@@ -342,7 +342,7 @@ Leases::Grant Leases::bring_up(const Try& asked) {
       reads || request.mode == LeaseMode::write || parts_.shards.shard_count(entry) > 1;
   entry.place(std::move(slot));
   parts_.residencies.move(entry, Residency::absent, Residency::filling);
-  if (needs_bytes && entry.has_replica()) {
+  if (needs_bytes && entry.is_backed()) {
     const auto priority = request.prefetch ? IoPriority::prefetch : IoPriority::demand;
     fetches_.fetch(entry, priority, [](const Status&) {});
     return wait(waiter, WaitsFor::reading);

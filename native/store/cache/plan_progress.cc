@@ -195,7 +195,7 @@ uint64_t PlanProgress::necessary_bytes(const Plan& plan) const {
   const BytesMoved moved =
       simulate(Plan(std::move(uses)),
                item_bytes,
-               {.cache_bytes = parts_.memory->bytes() - parts_.memory->working_bytes(),
+               {.cache_bytes = parts_.memory->shared_bytes() - parts_.memory->working_bytes(),
                 .writes_changes = !parts_.durability.is_in_memory(),
                 .warm_count = 1,
                 .measured_count = 1});

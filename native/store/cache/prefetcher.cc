@@ -135,7 +135,7 @@ bool Prefetcher::may_prefetch(const Entry& entry) const {
     if (is_in_closed_step && !entry.is_uncommitted()) return false;
   }
   if (entry.residency() != Residency::absent || entry.task_count() != 0) return false;
-  if (entry.bytes() == 0 || entry.prefetch().has_failed() || !entry.has_replica()) return false;
+  if (entry.bytes() == 0 || entry.prefetch().has_failed() || !entry.is_backed()) return false;
   return entry.pending() == nullptr && !entry.is_exchanged() && !parts_.is_lost(entry);
 }
 

@@ -44,7 +44,7 @@ bool Room::may_go(const Entry& entry) const {
   if (parts_.slots.is_pinned(*entry.slot()) && !MEMD_PLANTED("evict.leased_slot")) return false;
   // A shard without bytes on disk has nowhere to go but away: empty tensors, and those of tier
   // "host" once they were read.
-  return entry.has_replica();
+  return entry.is_backed();
 }
 
 Room::Eviction Room::evict_for(Asker asker, const EvictionWish& wish) {

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <string_view>
 #include <tuple>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -34,6 +34,8 @@ std::string dtype_name(DType dtype) {
   return index < names.size() ? names[index] : concat("dtype ", index);
 }
 
+const char* tier_name(Tier tier) { return tier == Tier::host ? "host" : "nvme"; }
+
 /// A model is declared at once: what it takes is kept and no more. Where shards come one by one, a
 /// quarter more each time, so that a declaration costs the same however many there are.
 template <typename T>
@@ -48,16 +50,17 @@ bool keeps_maximum(const ShardSpec& spec) {
   return spec.kind == ShardKind::parameter && !spec.value_only && spec.keeps_maximum;
 }
 
-/// Small parameters of one dtype share a bucket, and a large one has its own.
+/// Small parameters of one dtype and tier share a bucket, and a large one has its own.
 std::vector<Declaration::PlannedBucket> plan_buckets(const std::vector<const ShardSpec*>& specs) {
   std::vector<Declaration::PlannedBucket> plan;
-  std::unordered_map<uint8_t, Declaration::PlannedBucket> open;  // one for each dtype
+  std::map<std::pair<DType, Tier>, Declaration::PlannedBucket> open;
   const auto close = [&plan](Declaration::PlannedBucket& bucket) {
     if (!bucket.specs.empty()) plan.push_back(std::move(bucket));
     bucket = {};
   };
   const auto put = [](Declaration::PlannedBucket& bucket, const ShardSpec& spec) {
     bucket.dtype = spec.dtype;
+    bucket.tier = spec.tier;
     bucket.is_updated |= !spec.value_only;
     bucket.needs_maxima |= keeps_maximum(spec);
     bucket.specs.push_back(&spec);
@@ -73,12 +76,12 @@ std::vector<Declaration::PlannedBucket> plan_buckets(const std::vector<const Sha
       plan.push_back(std::move(alone));
       continue;
     }
-    Declaration::PlannedBucket& bucket = open[static_cast<uint8_t>(spec->dtype)];
+    Declaration::PlannedBucket& bucket = open[{spec->dtype, spec->tier}];
     if (bucket.element_count + element_count > kTileElements) close(bucket);
     put(bucket, *spec);
     bucket.element_count = align_up(bucket.element_count + element_count, kElementAlignment);
   }
-  for (auto& [dtype, bucket] : open) close(bucket);
+  for (auto& [kind, bucket] : open) close(bucket);
   return plan;
 }
 
@@ -148,10 +151,6 @@ Status Shards::check(const ShardSpec& spec, uint64_t bytes_max) const {
           "parameters are float32 or bfloat16; convert it: ",
           dtype_name(spec.dtype));
     }
-    if (spec.tier == Tier::host) {
-      return error(
-          StatusCode::not_yet, who(), "parameters in tier=\"host\" come later; use tier=\"nvme\"");
-    }
   }
   if (const auto found = names_.find(spec.name)) {
     const ShardSpec held = shards_[*found].spec();
@@ -168,6 +167,16 @@ Status Shards::check(const ShardSpec& spec, uint64_t bytes_max) const {
                    shape_text(spec.shape),
                    " ",
                    dtype_name(spec.dtype));
+    }
+    if (spec.kind == ShardKind::parameter && held.tier != spec.tier) {
+      return error(StatusCode::already_exists,
+                   who(),
+                   "the job holds it in tier \"",
+                   tier_name(held.tier),
+                   "\", where it stays; ask for that, or start over with connect(fresh=True): "
+                   "given \"",
+                   tier_name(spec.tier),
+                   "\"");
     }
   } else if (*bytes > bytes_max) {
     return error(StatusCode::capacity,
@@ -203,10 +212,7 @@ Entry* Shards::add_entry(const Entry::Shape& shape) {
   return entry;
 }
 
-void Shards::close_bucket(DType dtype,
-                          uint64_t elements,
-                          std::vector<uint32_t> ids,
-                          bool is_updated) {
+void Shards::close_bucket(Bucket bucket, std::vector<uint32_t> ids) {
   // A shard's pin counter is its place among the bucket's, clients hold pins, and a daemon that
   // reads of the shards does so in another order: of tensors at one offset all but one are empty,
   // and their ids decide.
@@ -217,11 +223,8 @@ void Shards::close_bucket(DType dtype,
     return key(a) < key(b);
   });
   const auto index = static_cast<uint32_t>(buckets_.size());
-  Bucket bucket;
-  bucket.dtype = dtype;
-  bucket.element_count = align_up(elements, kElementAlignment);
-  bucket.is_updated = is_updated;
-  declared_.add_bucket(dtype, bucket.element_count, is_updated);
+  bucket.element_count = align_up(bucket.element_count, kElementAlignment);
+  declared_.add_bucket(bucket.dtype, bucket.element_count, bucket.is_updated, bucket.tier);
   bucket.shards = ShardIds(ids);
   bucket.rest = ReplicaList(divide_up(bucket.element_count, kTileElements));
   Entry::Shape shape{.id = 0,
@@ -253,7 +256,12 @@ void Shards::add_parameters(const Declaration& declaration) {
       ids.push_back(names_.at(bucket.specs[i]->name));
       shards_[ids.back()].element_offset = bucket.element_offsets[i];
     }
-    close_bucket(bucket.dtype, bucket.element_count, std::move(ids), bucket.is_updated);
+    Bucket made;
+    made.element_count = bucket.element_count;
+    made.dtype = bucket.dtype;
+    made.tier = bucket.tier;
+    made.is_updated = bucket.is_updated;
+    close_bucket(std::move(made), std::move(ids));
     if (bucket.needs_maxima) begin_updates(buckets_.back(), true);
   }
 }
@@ -387,8 +395,8 @@ Result<Declaration> Shards::plan(const std::vector<ShardSpec>& specs, uint64_t b
   for (const ShardSpec* spec : planned.parameters) planned.wanted.add_label(space_label(*spec));
   for (const Declaration::PlannedBucket& bucket : planned.plan) {
     const uint64_t element_count = align_up(bucket.element_count, kElementAlignment);
-    planned.wanted.add_bucket(bucket.dtype, element_count, bucket.is_updated);
-    if (bucket.needs_maxima) planned.wanted.begin_maxima(bucket.dtype, element_count);
+    planned.wanted.add_bucket(bucket.dtype, element_count, bucket.is_updated, bucket.tier);
+    if (bucket.needs_maxima) planned.wanted.begin_maxima(bucket.dtype, element_count, bucket.tier);
   }
   for (const ShardSpec* spec : planned.bytes) {
     planned.wanted.add_label(space_label(*spec));
@@ -396,11 +404,14 @@ Result<Declaration> Shards::plan(const std::vector<ShardSpec>& specs, uint64_t b
   }
   planned.asks_for_more = is_more;
   for (const uint32_t index : planned.updates_begun) {
-    planned.wanted.begin_updates(buckets_[index].dtype, buckets_[index].element_count);
-    planned.asks_for_more |= index >= restored_bucket_count_;
+    const Bucket& bucket = buckets_[index];
+    planned.wanted.begin_updates(bucket.dtype, bucket.element_count, bucket.tier);
+    // No earlier daemon has asked the host quota for it.
+    planned.asks_for_more |= index >= restored_bucket_count_ || bucket.is_host();
   }
   for (const uint32_t index : planned.maxima_begun) {
-    planned.wanted.begin_maxima(buckets_[index].dtype, buckets_[index].element_count);
+    const Bucket& bucket = buckets_[index];
+    planned.wanted.begin_maxima(bucket.dtype, bucket.element_count, bucket.tier);
     planned.asks_for_more = true;
   }
   return planned;
@@ -416,9 +427,9 @@ void Shards::add(const Declaration& declaration) {
 
 bool Shards::begin_updates(Bucket& bucket, bool with_maxima) {
   const bool begins = !std::exchange(bucket.is_updated, true);
-  if (begins) declared_.begin_updates(bucket.dtype, bucket.element_count);
+  if (begins) declared_.begin_updates(bucket.dtype, bucket.element_count, bucket.tier);
   if (!with_maxima || std::exchange(bucket.needs_maxima, true)) return begins;
-  declared_.begin_maxima(bucket.dtype, bucket.element_count);
+  declared_.begin_maxima(bucket.dtype, bucket.element_count, bucket.tier);
   return true;
 }
 
@@ -479,7 +490,12 @@ void Shards::restore_shard(const ShardRecord& in, std::vector<std::vector<uint32
 void Shards::restore_bucket(const BucketRecord& in, std::vector<uint32_t> ids) {
   const bool was_updated = std::any_of(
       ids.begin(), ids.end(), [this](uint32_t id) { return shards_[id].generation != 0; });
-  close_bucket(in.dtype, in.element_count, std::move(ids), was_updated);
+  Bucket restored;
+  restored.element_count = in.element_count;
+  restored.dtype = in.dtype;
+  restored.tier = ids.empty() ? Tier::nvme : shards_[ids.front()].tier;
+  restored.is_updated = was_updated;
+  close_bucket(std::move(restored), std::move(ids));
   Bucket& made = buckets_.back();
   made.keeps_maxima = in.keeps_maxima;
   const bool needs_maxima =

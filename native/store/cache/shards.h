@@ -31,6 +31,7 @@ struct Declaration {
   /// Parameters that will lie in one bucket, and where in it.
   struct PlannedBucket {
     DType dtype = DType::float32;
+    Tier tier = Tier::nvme;
     uint64_t element_count = 0;
     bool is_updated = false;
     bool needs_maxima = false;
@@ -140,7 +141,7 @@ class Shards {
   void add_parameters(const Declaration& declaration);
   void add_bytes(const ShardSpec& spec);
   uint32_t add_shard(const ShardSpec& spec);
-  void close_bucket(DType dtype, uint64_t elements, std::vector<uint32_t> ids, bool is_updated);
+  void close_bucket(Bucket bucket, std::vector<uint32_t> ids);
   Entry* add_entry(const Entry::Shape& shape);
   void restore_shard(const ShardRecord& in, std::vector<std::vector<uint32_t>>& shards_of);
   void restore_bucket(const BucketRecord& in, std::vector<uint32_t> ids);

@@ -102,7 +102,7 @@ Result<std::vector<SegmentClaim>> Ledger::claims() const {
   for (uint64_t at = 0; at < end; ++at) {
     const uint64_t place = layout_->claims[at].place.load(kAcquire);
     const uint64_t side = place >> 32;
-    if (side > static_cast<uint64_t>(Side::private_side)) return damaged("a segment's side");
+    if (side > static_cast<uint64_t>(Side::host_side)) return damaged("a segment's side");
     claims.push_back({.id = layout_->claims[at].segment_id.load(kAcquire),
                       .side = static_cast<Side>(side),
                       .index = static_cast<uint32_t>(place)});

@@ -26,7 +26,7 @@ struct SessionOwner {
   bool operator==(const SessionOwner&) const = default;
 };
 
-enum class Side : uint8_t { unassigned = 0, arena = 1, private_side = 2 };
+enum class Side : uint8_t { unassigned = 0, arena = 1, private_side = 2, host_side = 3 };
 
 /// `index` is the segment's place in its side.
 struct SegmentClaim {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "base/check.h"
 #include "base/status.h"
@@ -14,8 +15,15 @@ namespace memd {
 class JobProgress {
  public:
   uint64_t committed_step() const { return committed_step_; }
-  /// The step that the disk has; 0 also if that is no step.
-  uint64_t durable_step() const { return durable_step_; }
+  /// The step that the job is at after a power cut; 0 also if that is no step.
+  uint64_t durable_step() const {
+    if (undurable_since_ == 0) return durable_step_;
+    uint64_t step = 0;
+    for (const uint64_t each : snapshot_steps_) {
+      if (each < undurable_since_) step = each;
+    }
+    return step;
+  }
   /// JobRecord's, of the catalogue that the next commit writes.
   uint64_t undurable_since() const { return undurable_since_; }
   /// Why the job takes no calls any more: a step failed after tiles had been updated in place, or
@@ -42,6 +50,9 @@ class JobProgress {
   }
   /// For the next commit; returns what it was.
   uint64_t set_undurable_since(uint64_t step) { return std::exchange(undurable_since_, step); }
+  /// A job with tier host goes back to the newest of these from before what is on disk was no step
+  /// any more; empty: it has none, or no tier host.
+  void set_snapshot_steps(std::vector<uint64_t> steps) { snapshot_steps_ = std::move(steps); }
   void fail_on_disk(Status why) { disk_error_ = std::move(why); }
   /// A catalogue is on disk. `durable_step`: 0 where what it names is no step.
   void committed_on_disk(uint64_t durable_step) {
@@ -58,6 +69,7 @@ class JobProgress {
  private:
   uint64_t committed_step_ = 0;
   uint64_t durable_step_ = 0;
+  std::vector<uint64_t> snapshot_steps_;
   uint64_t undurable_since_ = 0;
   Status stopped_;
   Status disk_error_;

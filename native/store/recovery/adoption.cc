@@ -20,15 +20,9 @@ bool starts_on_block(const ExtentRecord& extent) {
   return is_aligned(extent.address.offset_bytes, kBlockBytes);
 }
 
-/// The segments that a ledger claims, by their sides, in order.
-struct ClaimedSegments {
-  std::vector<Segment> sides[2];  // arena, private side
-  std::vector<Segment> unassigned;
-};
-
 /// `into` has those that were found, also where one is missing.
-Status take_claimed(const std::vector<SegmentClaim>& claims, Pool& pool, ClaimedSegments& into) {
-  std::map<uint32_t, Segment> by_index[2];
+Status take_claimed(const std::vector<SegmentClaim>& claims, Pool& pool, JobMemory::Sides& into) {
+  std::map<Side, std::map<uint32_t, Segment>> by_index;
   Status status;
   for (const SegmentClaim& claim : claims) {
     auto segment = pool.take_kept(claim.id);
@@ -41,7 +35,7 @@ Status take_claimed(const std::vector<SegmentClaim>& claims, Pool& pool, Claimed
       into.unassigned.push_back(std::move(*segment));
       continue;
     }
-    auto& side = by_index[claim.side == Side::arena ? 0 : 1];
+    auto& side = by_index[claim.side];
     if (side.contains(claim.index)) {
       status = damaged("two segments in one place");
       into.unassigned.push_back(std::move(*segment));
@@ -49,10 +43,12 @@ Status take_claimed(const std::vector<SegmentClaim>& claims, Pool& pool, Claimed
       side.emplace(claim.index, std::move(*segment));
     }
   }
-  for (const int i : {0, 1}) {
-    for (auto& [index, segment] : by_index[i]) {
-      if (index != into.sides[i].size()) status = damaged("a segment is missing on its side");
-      into.sides[i].push_back(std::move(segment));
+  for (auto [side, segments] : {std::pair{Side::arena, &into.arena},
+                                std::pair{Side::private_side, &into.private_side},
+                                std::pair{Side::host_side, &into.host_side}}) {
+    for (auto& [index, segment] : by_index[side]) {
+      if (index != segments->size()) status = damaged("a segment is missing on its side");
+      segments->push_back(std::move(segment));
     }
   }
   return status;
@@ -117,22 +113,18 @@ Status Adoption::take_segments() {
   const auto claims = remembered_.ledger().claims();
   if (!claims.is_ok()) return claims.status();
   const uint64_t segment_bytes = parts_.pool.segment_bytes();
-  ClaimedSegments claimed;
+  JobMemory::Sides claimed;
   Status status = take_claimed(claims.value(), parts_.pool, claimed);
   if (claims.value().size() < JobMemory::segment_count_min(segment_bytes))
     status = damaged("it claims too few segments");
   if (status.is_ok()) {
-    auto memory = JobMemory::adopt(claimed.sides[0],
-                                   claimed.sides[1],
-                                   claimed.unassigned,
-                                   segment_bytes,
-                                   parts_.io,
-                                   &remembered_.ledger());
+    auto memory = JobMemory::adopt(claimed, segment_bytes, parts_.io, &remembered_.ledger());
     status = memory.status();
     if (memory.is_ok()) job_.kept.adopt(std::move(memory).value());
   }
   if (!status.is_ok()) {
-    for (auto* const segments : {&claimed.sides[0], &claimed.sides[1], &claimed.unassigned})
+    for (auto* const segments :
+         {&claimed.arena, &claimed.private_side, &claimed.host_side, &claimed.unassigned})
       give_back_to(parts_.pool, *segments);
     return status;
   }
@@ -406,27 +398,59 @@ Status Adoption::check_tile(const KeptTile& tile) const {
 }
 
 Status Adoption::take_private_tile(const KeptTile& tile) {
+  if (job_.shards.bucket(bucket_of(tile.key)).is_host()) return take_host_tile(tile);
   if (!tile.state.private_offset_bytes) return Status::ok();
   const Bucket& bucket = job_.shards.bucket(bucket_of(tile.key));
   const auto index = tile_of(tile.key);
   const uint64_t offset_bytes = *tile.state.private_offset_bytes;
   const uint64_t value_bytes = bucket.value->replica_bytes(index);
   Arena& side = job_.kept.memory()->private_side();
-  if (offset_bytes % kBlockBytes != 0 ||
+  if (offset_bytes % kBlockBytes != 0 || tile.state.host_bytes != 0 ||
       !side.reserve(offset_bytes, value_bytes + bucket.rest_bytes(index))) {
     return damaged("a tile at ", offset_bytes, " is outside of private memory, or in another");
   }
   job_.tiles.put(tile.key, offset_bytes);
   job_.tiles.set_dirty(tile.key);
-  if (!tile.update) return Status::ok();
+  restore_piece(tile, side.at(offset_bytes));
+  return Status::ok();
+}
+
+Status Adoption::take_host_tile(const KeptTile& tile) {
+  const Bucket& bucket = job_.shards.bucket(bucket_of(tile.key));
+  const auto index = tile_of(tile.key);
+  const uint64_t value_bytes = bucket.value->replica_bytes(index);
+  const uint64_t bytes = tile.state.host_bytes;
+  const bool is_known = bytes == value_bytes ||
+                        bytes == value_bytes + bucket.rest_bytes_narrow(index) ||
+                        bytes == value_bytes + bucket.rest_bytes(index);
+  if (!tile.state.private_offset_bytes || !is_known)
+    return damaged("a tile of tier host has ", bytes, " bytes");
+  // Longer places come before a step begins.
+  if (tile.update && bytes != value_bytes + bucket.rest_bytes(index))
+    return damaged("an update in a place of ", bytes, " bytes");
+  const uint64_t offset_bytes = *tile.state.private_offset_bytes;
+  Arena& side = job_.kept.memory()->host_side();
+  if (!side.reserve(offset_bytes, bytes)) {
+    return damaged("a tile at ", offset_bytes, " is outside of tier host, or in another");
+  }
+  job_.host_tiles.put(tile.key, {.offset_bytes = offset_bytes, .bytes = bytes});
+  if (job_.host_tiles.contains_all(bucket)) bucket.value->set_in_host_tiles();
+  restore_piece(tile, side.at(offset_bytes));
+  MEMD_FAILPOINT("adoption.host_tile_taken");
+  return Status::ok();
+}
+
+void Adoption::restore_piece(const KeptTile& tile, std::byte* value) const {
+  if (!tile.update) return;
+  const Bucket& bucket = job_.shards.bucket(bucket_of(tile.key));
+  const auto index = tile_of(tile.key);
   job_.tiles.words()->restore_piece({.dtype = bucket.dtype,
                                      .elements = bucket.tile_elements(index),
                                      .keeps_maxima = bucket.keeps_maxima,
-                                     .value = side.at(offset_bytes),
-                                     .rest = side.at(offset_bytes) + value_bytes},
+                                     .value = value,
+                                     .rest = value + bucket.value->replica_bytes(index)},
                                     *tile.update);
   MEMD_FAILPOINT("ledger.piece_restored");
-  return Status::ok();
 }
 
 // ---- What the job goes on with ------------------------------------------------------------------
@@ -452,7 +476,7 @@ void Adoption::settle_values() {
   for (Shard& shard : job_.shards) {
     if (shard.deleted) continue;
     const Entry& value = *shard.value;
-    const bool has_bytes = value.slot() != nullptr || value.has_replica() || value.bytes() == 0;
+    const bool has_bytes = value.slot() != nullptr || value.is_backed() || value.bytes() == 0;
     // New bytes of a blob took their place, and the daemon died before it could say so.
     if (shard.kind != ShardKind::parameter && value.residency() == Residency::dirty)
       shard.written = true;

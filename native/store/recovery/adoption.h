@@ -27,6 +27,7 @@
 #include "store/space/extent_store.h"
 #include "store/space/job_space.h"
 #include "store/state/durable_state.h"
+#include "store/state/host_tiles.h"
 #include "store/state/job_journal.h"
 #include "store/state/kept_memory.h"
 #include "store/state/private_tiles.h"
@@ -53,6 +54,7 @@ struct AdoptedJob {
   Residencies& residencies;
   JobSpace& space;
   PrivateTiles& tiles;
+  HostTiles& host_tiles;
   KeptMemory& kept;
   AttachedSessions& sessions;
   TrainingGroup& group;
@@ -109,6 +111,8 @@ class Adoption {
   Status take_tiles();
   Status check_tile(const KeptTile& tile) const;
   Status take_private_tile(const KeptTile& tile);
+  Status take_host_tile(const KeptTile& tile);
+  void restore_piece(const KeptTile& tile, std::byte* value) const;
   Status check_steps_can_be_made() const;
   /// After an error.
   void give_back();

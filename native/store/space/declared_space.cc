@@ -79,29 +79,39 @@ void DeclaredSpace::remove_label(const Label& label) {
   memory_bytes_ -= memory_bytes_of(label);
 }
 
-void DeclaredSpace::add_bucket(DType dtype, uint64_t element_count, bool is_updated) {
+void DeclaredSpace::add_bucket(DType dtype, uint64_t element_count, bool is_updated, Tier tier) {
   const BucketBytes bucket = bytes_of(dtype, element_count);
   catalogue_bytes_ += kBucketBytes + bucket.tile_count * kTileBytes;
   extent_count_ += 2 * bucket.tile_count;
-  kept_value_bytes_ += bucket.values;
-  if (is_updated) begin_updates(dtype, element_count);
+  value_bytes_max_ = std::max(value_bytes_max_, bucket.values);
+  (tier == Tier::host ? host_tier_bytes_ : kept_value_bytes_) += bucket.values;
+  if (tier == Tier::host)
+    host_tile_bytes_max_ = std::max(host_tile_bytes_max_, bucket.tile_bytes_max);
+  if (is_updated) begin_updates(dtype, element_count, tier);
 }
 
-void DeclaredSpace::begin_updates(DType dtype, uint64_t element_count) {
+void DeclaredSpace::begin_updates(DType dtype, uint64_t element_count, Tier tier) {
   const BucketBytes bucket = bytes_of(dtype, element_count);
-  kept_value_bytes_ -= bucket.values;
-  updated_bytes_ += bucket.states;
-  tile_count_ += bucket.tile_count;
-  tile_bytes_max_ = std::max(tile_bytes_max_, bucket.tile_bytes_max);
+  if (tier == Tier::host) {
+    host_tier_bytes_ += bucket.states - bucket.values;
+  } else {
+    kept_value_bytes_ -= bucket.values;
+    updated_bytes_ += bucket.states;
+    tile_count_ += bucket.tile_count;
+    tile_bytes_max_ = std::max(tile_bytes_max_, bucket.tile_bytes_max);
+  }
   // A gradient has its parameter's dtype.
   gradient_bytes_ += bucket.values;
   gradient_bytes_max_ = std::max(gradient_bytes_max_, bucket.values);
 }
 
-void DeclaredSpace::begin_maxima(DType dtype, uint64_t element_count) {
+void DeclaredSpace::begin_maxima(DType dtype, uint64_t element_count, Tier tier) {
   const BucketBytes with = bytes_of(dtype, element_count, true);
-  updated_bytes_ += with.states - bytes_of(dtype, element_count).states;
-  tile_bytes_max_ = std::max(tile_bytes_max_, with.tile_bytes_max);
+  const uint64_t more_bytes = with.states - bytes_of(dtype, element_count).states;
+  const bool is_host = tier == Tier::host;
+  (is_host ? host_tier_bytes_ : updated_bytes_) += more_bytes;
+  uint64_t& tile_bytes_max = is_host ? host_tile_bytes_max_ : tile_bytes_max_;
+  tile_bytes_max = std::max(tile_bytes_max, with.tile_bytes_max);
 }
 
 SpaceNeeded DeclaredSpace::needed(const Durability& durability,
@@ -138,6 +148,7 @@ std::string SpaceNeeded::text() const {
   add(1, gradient_bytes, "gradients that host_bytes does not hold");
   add(1, kept_value_bytes, "parameters that no optimizer updates");
   add(1, blob_bytes, "blobs and buffers");
+  add(1, host_tier_bytes, "tier host, as the last snapshot wrote it");
   add(1, catalogue_bytes, "the catalogue, old and new");
   add(1, snapshot_bytes, "snapshots");
   return text;

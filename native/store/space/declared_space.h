@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/dtype.h"
+#include "store/format/catalogue.h"
 #include "store/format/durability.h"
 
 namespace memd {
@@ -18,12 +19,13 @@ struct SpaceNeeded {
   uint64_t gradient_bytes = 0;      // those that the arena does not hold
   uint64_t kept_value_bytes = 0;    // of parameters that no step updates
   uint64_t blob_bytes = 0;          // and buffers, in tier nvme
+  uint64_t host_tier_bytes = 0;     // of tier host, as the last snapshot wrote it
   uint64_t catalogue_bytes = 0;     // the old one and the new one
   uint64_t snapshot_bytes = 0;      // that snapshots keep, as if each shared nothing
 
   uint64_t total() const {
     return copies * updated_once_bytes + replaced_bytes + gradient_bytes + kept_value_bytes +
-           blob_bytes + catalogue_bytes + snapshot_bytes;
+           blob_bytes + host_tier_bytes + catalogue_bytes + snapshot_bytes;
   }
   /// The terms that are not 0, for an error.
   std::string text() const;
@@ -41,11 +43,11 @@ class DeclaredSpace {
 
   void add_label(const Label& label);
   void remove_label(const Label& label);
-  void add_bucket(DType dtype, uint64_t element_count, bool is_updated);
+  void add_bucket(DType dtype, uint64_t element_count, bool is_updated, Tier tier = Tier::nvme);
   /// A bucket that was added without `is_updated` has it now.
-  void begin_updates(DType dtype, uint64_t element_count);
+  void begin_updates(DType dtype, uint64_t element_count, Tier tier = Tier::nvme);
   /// A bucket that is updated has maxima (max_exp_avg_sq) from here on.
-  void begin_maxima(DType dtype, uint64_t element_count);
+  void begin_maxima(DType dtype, uint64_t element_count, Tier tier = Tier::nvme);
   void add_blob(uint64_t bytes) { blob_bytes_ += on_disk_bytes(bytes); }
   void remove_blob(uint64_t bytes) { blob_bytes_ -= on_disk_bytes(bytes); }
 
@@ -61,6 +63,14 @@ class DeclaredSpace {
   uint64_t blob_count() const { return blob_count_; }
   /// The largest state of a tile of a bucket that is updated.
   uint64_t tile_bytes_max() const { return tile_bytes_max_; }
+  /// Some parameter is of tier host: what is newer than the last snapshot is in memory alone.
+  bool has_host_tier() const { return host_tier_bytes_ != 0; }
+  /// Parameters of tier host and their optimizer state, which stay in memory.
+  uint64_t host_tier_bytes() const { return host_tier_bytes_; }
+  /// The values of the largest bucket.
+  uint64_t value_bytes_max() const { return value_bytes_max_; }
+  /// The largest state of one of their tiles.
+  uint64_t host_tile_bytes_max() const { return host_tile_bytes_max_; }
   /// Bytes that the daemon keeps for the shards beside the pool: records, labels and their copies
   /// in the ledger. bench_growth.py measures them; this is above.
   uint64_t memory_bytes() const { return memory_bytes_; }
@@ -75,6 +85,9 @@ class DeclaredSpace {
   uint64_t gradient_bytes_max_ = 0;
   uint64_t tile_count_ = 0;      // of buckets that are updated
   uint64_t tile_bytes_max_ = 0;  // with its optimizer state
+  uint64_t value_bytes_max_ = 0;
+  uint64_t host_tier_bytes_ = 0;
+  uint64_t host_tile_bytes_max_ = 0;
   uint64_t catalogue_bytes_ = 0;
   uint64_t extent_count_ = 0;
   uint64_t blob_count_ = 0;

@@ -20,17 +20,27 @@ namespace memd {
 /// its step.
 enum class SpaceUse : uint8_t { state, gradient };
 
+/// The step that a snapshot keeps; its job has one of that name.
+struct KeptStep {
+  std::string name;
+  uint64_t step = 0;
+
+  bool operator==(const KeptStep&) const = default;
+};
+
 /// The part of a job's quotas that its snapshots take: each counts as if it shared nothing.
 struct SnapshotSpace {
   uint32_t count = 0;
-  uint64_t bytes = 0;         // on disk
-  uint64_t memory_bytes = 0;  // for their records, beside the pool
+  uint64_t bytes = 0;             // on disk
+  uint64_t memory_bytes = 0;      // for their records, beside the pool
+  std::vector<KeptStep> steps{};  // of those that are whole; oldest snapshot first
 };
 
 inline SnapshotSpace& operator+=(SnapshotSpace& sum, const SnapshotSpace& more) {
   sum.count += more.count;
   sum.bytes += more.bytes;
   sum.memory_bytes += more.memory_bytes;
+  sum.steps.insert(sum.steps.end(), more.steps.begin(), more.steps.end());
   return sum;
 }
 
@@ -38,6 +48,7 @@ inline SnapshotSpace& operator-=(SnapshotSpace& sum, const SnapshotSpace& less) 
   sum.count -= less.count;
   sum.bytes -= less.bytes;
   sum.memory_bytes -= less.memory_bytes;
+  for (const KeptStep& each : less.steps) std::erase(sum.steps, each);
   return sum;
 }
 

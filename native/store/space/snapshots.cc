@@ -10,9 +10,10 @@
 namespace memd {
 
 SnapshotSpace space_of(const Snapshot& snapshot) {
-  SnapshotSpace space{.count = 1, .bytes = 0, .memory_bytes = 0};
+  SnapshotSpace space{.count = 1, .bytes = 0, .memory_bytes = 0, .steps = {}};
   for (const ExtentRecord& extent : *snapshot.extents) space.bytes += extent.length_bytes;
   if (snapshot.record == nullptr) return space;
+  space.steps.push_back({.name = snapshot.entry.name, .step = snapshot.entry.step});
   DeclaredSpace declared;
   for (const ShardRecord& shard : snapshot.record->shards) {
     declared.add_label({.name_bytes = shard.name.size(),
@@ -50,6 +51,15 @@ std::vector<const Snapshot*> Snapshots::of_job(uint64_t job_id) const {
   return found;
 }
 
+const Snapshot* Snapshots::last_before(uint64_t job_id, uint64_t step) const {
+  const Snapshot* last = nullptr;
+  for (const Snapshot* const each : of_job(job_id)) {
+    const bool is_whole = !each->is_catalogue_lost && each->lost_shards.empty();
+    if (is_whole && each->entry.step < step) last = each;
+  }
+  return last;
+}
+
 std::string Snapshots::names_text(uint64_t job_id) const {
   std::string text;
   for (const Snapshot* const each : of_job(job_id)) {
@@ -74,8 +84,11 @@ std::vector<Snapshot> Snapshots::take_all(uint64_t job_id) {
 void Snapshots::lose(uint64_t id, const std::vector<std::string>& shards) {
   const auto found = all_.find(id);
   if (found == all_.end()) return;
-  found->second.lost_shards.insert(shards.begin(), shards.end());
-  if (shards.empty()) found->second.is_catalogue_lost = true;
+  Snapshot& snapshot = found->second;
+  snapshot.lost_shards.insert(shards.begin(), shards.end());
+  if (shards.empty()) snapshot.is_catalogue_lost = true;
+  const std::vector<KeptStep> steps = std::exchange(snapshot.space.steps, {});
+  for (const KeptStep& step : steps) step_lost_(snapshot.entry.job.job_id, step);
 }
 
 }  // namespace memd

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "store/format/catalogue.h"
@@ -33,12 +35,19 @@ SnapshotSpace space_of(const Snapshot& snapshot);
 /// by the ShardStore; the server thread calls everything; nothing blocks.
 class Snapshots {
  public:
+  /// One is not whole any more: its job does not go back to that step.
+  using StepLost = std::function<void(uint64_t job_id, const KeptStep& step)>;
+
+  explicit Snapshots(StepLost step_lost) : step_lost_(std::move(step_lost)) {}
+
   const Snapshot& add(Snapshot snapshot);
   /// nullptr where there is none.
   const Snapshot* find(uint64_t id) const;
   const Snapshot* find(uint64_t job_id, const std::string& name) const;
   /// Oldest first.
   std::vector<const Snapshot*> of_job(uint64_t job_id) const;
+  /// The newest that is whole and of an earlier step than `step`; nullptr where there is none.
+  const Snapshot* last_before(uint64_t job_id, uint64_t step) const;
   /// The names of the job's, with commas; for an error.
   std::string names_text(uint64_t job_id) const;
 
@@ -52,6 +61,7 @@ class Snapshots {
   void lose(uint64_t id, const std::vector<std::string>& shards);
 
  private:
+  const StepLost step_lost_;
   std::map<uint64_t, Snapshot> all_;  // by id
   uint64_t id_next_ = 1;
 };

@@ -5,6 +5,8 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <utility>
+#include <vector>
 
 #include "base/memory_reserve.h"
 #include "base/units.h"
@@ -28,7 +30,7 @@ bool can_allocate(uint64_t bytes) {
 }  // namespace
 
 void Admission::restore(const JobRecord& record) {
-  durability_ = Durability::of_code(record.durability);
+  set_durability(Durability::of_code(record.durability));
   weight_ = JobWeight::of_code(record.weight);
   host_bytes_ = record.host_bytes;
   parts_.space.set_quota_bytes(record.nvme_bytes);
@@ -37,7 +39,7 @@ void Admission::restore(const JobRecord& record) {
 void Admission::write(JobRecord& record) const {
   record.host_bytes = host_bytes_;
   record.nvme_bytes = parts_.space.quota_bytes();
-  record.durability = durability_.code();
+  record.durability = durability_asked_.code();
   record.weight = weight_.code();
 }
 
@@ -46,6 +48,16 @@ void Admission::take_terms(const Admission& other) {
   other.write(terms);
   restore(terms);
   reserve_metadata();
+}
+
+void Admission::settle_host_tier() {
+  const bool has_any = parts_.shards.declared().has_host_tier();
+  durability_ = has_any ? Durability::of_code(Durability::kNone) : durability_asked_;
+  std::vector<uint64_t> steps;
+  if (has_any) {
+    for (const KeptStep& each : parts_.space.snapshots().steps) steps.push_back(each.step);
+  }
+  parts_.progress.set_snapshot_steps(std::move(steps));
 }
 
 void Admission::set_weight(JobWeight weight) {
@@ -73,19 +85,34 @@ Status Admission::check_snapshots(const SnapshotSpace& more) const {
   SpaceNeeded needed = space_needed(declared, wanted);
   if (parts_.memory == nullptr) {
     // Nobody has attached since the start: its arena will be what was admitted.
-    const uint64_t arena_bytes = host_bytes_ - std::min(host_bytes_, kPrivateFloorBytes);
+    const uint64_t kept_bytes =
+        kPrivateFloorBytes + host_needed(declared, kBlockBytes).host_side_bytes();
+    const uint64_t arena_bytes = host_bytes_ - std::min(host_bytes_, kept_bytes);
     needed.gradient_bytes = declared.needed(durability_, arena_bytes, 0).gradient_bytes;
   }
   return check(declared, wanted, needed);
 }
 
+Status Admission::check_next_snapshot() const {
+  const DeclaredSpace& declared = parts_.shards.declared();
+  const SpaceNeeded once = declared.needed(durability_, arena_bytes_max(), 0);
+  return check_snapshots({.count = 1,
+                          .bytes = once.updated_once_bytes + once.kept_value_bytes +
+                                   once.blob_bytes + declared.host_tier_bytes() +
+                                   catalogue_bytes(declared),
+                          .memory_bytes = 0,
+                          .steps = {}});
+}
+
 void Admission::add_snapshots(const SnapshotSpace& more) {
   parts_.space.add_snapshots(more);
+  settle_host_tier();
   reserve_metadata();
 }
 
 void Admission::remove_snapshots(const SnapshotSpace& less) {
   parts_.space.remove_snapshots(less);
+  settle_host_tier();
   reserve_metadata();
 }
 
@@ -137,19 +164,101 @@ Status Admission::check(const DeclaredSpace& wanted,
   return Status::ok();
 }
 
-Status Admission::check_maxima(const Bucket& bucket) const {
+// Places are given and taken in turn, so that beside all of them two find room.
+uint64_t HostNeeded::host_side_bytes() const {
+  return align_up(state_bytes + place_bytes, segment_bytes);
+}
+
+std::string HostNeeded::text() const {
+  return concat(total_bytes(),
+                " bytes = ",
+                host_side_bytes(),
+                " (parameters of tier host and their optimizer state, ",
+                state_bytes,
+                ", and places for two more tiles, in whole segments) + ",
+                window_bytes,
+                " (the largest parameter and its gradient) + ",
+                floor_bytes,
+                " (tiles in work)");
+}
+
+bool HostNeeded::fits(const JobMemory& memory) const {
+  return total_bytes() <= memory.bytes() && host_side_bytes() <= memory.host_bytes_max();
+}
+
+HostNeeded Admission::host_needed(const DeclaredSpace& declared, uint64_t segment_bytes) {
+  if (declared.host_tier_bytes() == 0) return {.segment_bytes = segment_bytes};
+  return {.state_bytes = declared.host_tier_bytes(),
+          .place_bytes = 2 * declared.host_tile_bytes_max(),
+          .window_bytes = align_up(2 * declared.value_bytes_max(), segment_bytes),
+          .floor_bytes = align_up(kPrivateFloorBytes, segment_bytes),
+          .segment_bytes = segment_bytes};
+}
+
+Status Admission::make_room_for_state(const Bucket& bucket, bool with_maxima) const {
   DeclaredSpace wanted = parts_.shards.declared();
-  if (!bucket.is_updated) wanted.begin_updates(bucket.dtype, bucket.element_count);
-  wanted.begin_maxima(bucket.dtype, bucket.element_count);
-  return check(wanted);
+  if (!bucket.is_updated) wanted.begin_updates(bucket.dtype, bucket.element_count, bucket.tier);
+  if (with_maxima && !bucket.needs_maxima)
+    wanted.begin_maxima(bucket.dtype, bucket.element_count, bucket.tier);
+  return make_room(wanted);
+}
+
+Status Admission::make_room(const DeclaredSpace& wanted) const {
+  if (Status room = check(wanted); !room.is_ok()) return room;
+  return reserve_host(wanted);
+}
+
+Status Admission::reserve_host(const DeclaredSpace& wanted) const {
+  JobMemory* const memory = parts_.memory.get();
+  if (memory == nullptr) return Status::ok();
+  const HostNeeded needed = host_needed(wanted, memory->segment_bytes());
+  const bool is_within = needed.total_bytes() <= memory->bytes();
+  if (is_within && memory->reserve_host(needed.host_side_bytes())) return Status::ok();
+  return error(StatusCode::capacity,
+               "job ",
+               parts_.job_name,
+               is_within ? " keeps other shards where tier host would live; declare that first, or "
+                           "start it anew with a larger host_bytes: "
+                         : " would need more than its host quota; keep less in tier host, or start "
+                           "it anew with a larger host_bytes: ",
+               needed.text(),
+               "; host_bytes ",
+               memory->bytes(),
+               ", free for tier host ",
+               memory->host_bytes_max());
 }
 
 SpaceNeeded Admission::space_needed(const DeclaredSpace& declared,
                                     const SnapshotSpace& snapshots) const {
-  SpaceNeeded needed = declared.needed(durability_, arena_bytes_max(), kTilesInFlight);
+  SpaceNeeded needed = declared.needed(durability_, arena_bytes_beside(declared), kTilesInFlight);
   needed.catalogue_bytes = 2 * catalogue_bytes(declared);
   needed.snapshot_bytes = snapshots.bytes;
+  // The job too has bytes that a snapshot wrote, until a step changes them: also of one that was
+  // dropped.
+  if (snapshots.count != 0 || has_host_tier_on_disk())
+    needed.host_tier_bytes = declared.host_tier_bytes();
   return needed;
+}
+
+bool Admission::has_host_tier_on_disk() const {
+  if (!parts_.shards.declared().has_host_tier()) return false;
+  const auto exists = [](const Replica& replica) { return replica.exists(); };
+  for (const Bucket& bucket : parts_.shards.buckets()) {
+    if (!bucket.is_host()) continue;
+    const ReplicaList& values = bucket.value->replicas();
+    if (std::any_of(values.begin(), values.end(), exists)) return true;
+    if (std::any_of(bucket.rest.begin(), bucket.rest.end(), exists)) return true;
+  }
+  return false;
+}
+
+uint64_t Admission::arena_bytes_beside(const DeclaredSpace& declared) const {
+  if (parts_.memory == nullptr) return arena_bytes_max();
+  const uint64_t host_bytes =
+      host_needed(declared, parts_.memory->segment_bytes()).host_side_bytes();
+  const uint64_t more_bytes =
+      host_bytes - std::min(host_bytes, parts_.memory->host_side().capacity_bytes());
+  return arena_bytes_max() - std::min(arena_bytes_max(), more_bytes);
 }
 
 SpaceNeeded Admission::space_needed() const {

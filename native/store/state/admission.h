@@ -12,12 +12,28 @@
 #include "store/cache/shards.h"
 #include "store/format/catalogue.h"
 #include "store/format/durability.h"
+#include "store/journal/progress.h"
 #include "store/space/declared_space.h"
 #include "store/space/job_space.h"
 #include "store/state/durable_state.h"
 #include "store/state/job_journal.h"
 
 namespace memd {
+
+/// Bytes of the host quota that a job with parameters of tier host needs, a field for each term.
+struct HostNeeded {
+  uint64_t state_bytes = 0;   // those parameters and their optimizer state
+  uint64_t place_bytes = 0;   // of tiles that change their places
+  uint64_t window_bytes = 0;  // the largest parameter and its gradient
+  uint64_t floor_bytes = 0;   // tiles in work
+  uint64_t segment_bytes = 0;
+
+  uint64_t host_side_bytes() const;
+  uint64_t total_bytes() const { return host_side_bytes() + window_bytes + floor_bytes; }
+  /// Whether `memory` could give it, with nothing in the host side and the private side.
+  bool fits(const JobMemory& memory) const;
+  std::string text() const;
+};
 
 /// Owns the job's host memory in bytes, its durability and its weight, and knows which part of the
 /// disk quota, which JobSpace has, its catalogues take. All of them are on disk with the next
@@ -30,6 +46,7 @@ class Admission {
     Shards& shards;
     JobSpace& space;
     DurableState& durable;
+    JobProgress& progress;
     JobJournal& journal;
     /// Nothing before the first session attaches.
     const std::unique_ptr<JobMemory>& memory;
@@ -49,8 +66,16 @@ class Admission {
 
   uint64_t host_bytes() const { return host_bytes_; }
   void set_host_bytes(uint64_t bytes) { host_bytes_ = bytes; }
+  /// With parameters of tier host a job is as one of "none", whatever it asked for: its commits are
+  /// in memory.
   const Durability& durability() const { return durability_; }
-  void set_durability(Durability durability) { durability_ = durability; }
+  const Durability& durability_asked() const { return durability_asked_; }
+  void set_durability(Durability durability) {
+    durability_asked_ = durability;
+    settle_host_tier();
+  }
+  /// Parameters were declared or restored, or snapshots came or went.
+  void settle_host_tier();
   /// Its share of what other jobs want too: devices and workers.
   JobWeight weight() const { return weight_; }
   void set_weight(JobWeight weight);
@@ -59,10 +84,19 @@ class Admission {
   uint64_t arena_bytes_max() const;
   /// Whether the quotas hold the job with `wanted` in the place of what it has now.
   Status check(const DeclaredSpace& wanted) const;
-  /// The same, with maxima in `bucket`, which has none.
-  Status check_maxima(const Bucket& bucket) const;
+  /// The same, with optimizer state in `bucket`, and maxima as well: of tier host there is memory
+  /// for it afterwards.
+  Status make_room_for_state(const Bucket& bucket, bool with_maxima) const;
+  /// Whether the quotas hold the job with `wanted`; of tier host there is memory for it then.
+  Status make_room(const DeclaredSpace& wanted) const;
+  /// Gives tier host its memory, if the host quota holds it beside what training works in.
+  Status reserve_host(const DeclaredSpace& wanted) const;
   /// Whether they hold it with these snapshots beside those that it has.
   Status check_snapshots(const SnapshotSpace& more) const;
+  /// The same with one more of all that the job may have by now, before any of it is written.
+  Status check_next_snapshot() const;
+  /// The part of a host quota of such segments that `declared` needs; nothing without tier host.
+  static HostNeeded host_needed(const DeclaredSpace& declared, uint64_t segment_bytes);
   /// From now on it has these as well.
   void add_snapshots(const SnapshotSpace& more);
   void remove_snapshots(const SnapshotSpace& less);
@@ -87,6 +121,10 @@ class Admission {
 
  private:
   uint64_t catalogue_bytes(const DeclaredSpace& declared) const;
+  /// Some extent has a tile of tier host.
+  bool has_host_tier_on_disk() const;
+  /// Bytes that the arena has at most beside the tier host of `declared`.
+  uint64_t arena_bytes_beside(const DeclaredSpace& declared) const;
   SpaceNeeded space_needed(const DeclaredSpace& declared, const SnapshotSpace& snapshots) const;
   Status check(const DeclaredSpace& wanted,
                const SnapshotSpace& snapshots,
@@ -94,6 +132,7 @@ class Admission {
 
   const Parts parts_;
   uint64_t host_bytes_ = 0;
+  Durability durability_asked_;
   Durability durability_;
   JobWeight weight_;
 };

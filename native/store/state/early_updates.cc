@@ -85,6 +85,7 @@ EarlyUpdates::Begin EarlyUpdates::check(const Bucket& bucket) const {
 // writes a tile that would stay there: made ahead of the step it would be written every time.
 bool EarlyUpdates::is_left_to_the_step(const Bucket& bucket, size_t tile) const {
   const uint64_t key = tile_key(bucket.value->owner(), tile);
+  if (bucket.is_host()) return true;
   if (parts_.tiles.is_dirty(key) || !bucket.value->replicas()[tile].exists()) return true;
   if (!parts_.admission.durability().is_in_memory()) return false;
   if (parts_.tiles.contains(key)) return true;

@@ -43,9 +43,11 @@ void KeptMemory::keep(Keepsakes& keepsakes) {
 }
 
 Status KeptMemory::open_tile_words() {
-  if (!parts_.journal.is_open() || parts_.tiles.words() != nullptr ||
-      !parts_.durability.is_in_memory())
-    return Status::ok();
+  return parts_.durability.is_in_memory() ? open_host_words() : Status::ok();
+}
+
+Status KeptMemory::open_host_words() {
+  if (!parts_.journal.is_open() || parts_.tiles.words() != nullptr) return Status::ok();
   auto words = TileWords::create(parts_.job_id);
   if (!words.is_ok()) return words.status();
   parts_.tiles.set_words(std::move(words).value());
@@ -66,6 +68,7 @@ Status KeptMemory::take_over(KeptMemory& before,
   parts_.cache.table().take_memory(before.parts_.cache.table());
   if (memory_ == nullptr) return Status::ok();
   memory_->end_claims();
+  memory_->release_host();
   Status opened;
   if (keepsakes.has_keeper()) {
     // Until the new ledger is kept the segments are nobody's, and destroyed by the next daemon.
@@ -84,6 +87,7 @@ Status KeptMemory::take_over(KeptMemory& before,
 void KeptMemory::free_all() {
   if (memory_ == nullptr) return;
   parts_.tiles.drop_all(memory_->private_side());
+  host_tiles_.drop_all(memory_->host_side());
   parts_.cache.table().withdraw_all();
   parts_.cache.slots().free_all();
 }

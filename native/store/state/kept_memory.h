@@ -14,17 +14,18 @@
 #include "store/format/durability.h"
 #include "store/journal/keepsakes.h"
 #include "store/journal/ledger.h"
+#include "store/state/host_tiles.h"
 #include "store/state/job_journal.h"
 #include "store/state/private_tiles.h"
 
 namespace memd {
 
-/// Owns the job's segments, and opens and ends what belongs to them: the ledger, which JobJournal
-/// has, and the tile words, which PrivateTiles has. Where nobody keeps descriptors there is
-/// neither. The next daemon takes for the job's memory what its kept ledger claims, so that a
-/// ledger is opened before a segment is taken and kept after all are claimed. Owned by the Job; the
-/// ShardStore and an adoption call it on the server thread; blocks no longer than the
-/// DescriptorKeeper does.
+/// Owns the job's segments and what lies in their host side, and opens and ends what belongs to
+/// them: the ledger, which JobJournal has, and the tile words, which PrivateTiles has. Where nobody
+/// keeps descriptors there is neither. The next daemon takes for the job's memory what its kept
+/// ledger claims, so that a ledger is opened before a segment is taken and kept after all are
+/// claimed. Owned by the Job; the ShardStore and an adoption call it on the server thread; blocks
+/// no longer than the DescriptorKeeper does.
 class KeptMemory {
  public:
   struct Parts {
@@ -48,6 +49,8 @@ class KeptMemory {
 
   /// Nothing before the first session attaches: an idle job holds disk only.
   const std::unique_ptr<JobMemory>& memory() const { return memory_; }
+  /// They lie in the memory's host side.
+  HostTiles& host_tiles() { return host_tiles_; }
   /// Tells the memory what the arena would like to hold. A shard more costs no look at the others:
   /// blobs are declared one by one.
   void expect_shards();
@@ -62,6 +65,8 @@ class KeptMemory {
 
   /// Durability may have changed to one with commits in memory. Nothing happens without a ledger.
   Status open_tile_words();
+  /// The same before parameters of tier host are declared.
+  Status open_host_words();
   /// Before anything is said in them.
   void keep_tile_words(Keepsakes& keepsakes);
 
@@ -82,6 +87,7 @@ class KeptMemory {
  private:
   const Parts parts_;
   std::unique_ptr<JobMemory> memory_;
+  HostTiles host_tiles_;
 };
 
 }  // namespace memd

@@ -90,6 +90,10 @@ void Moments::read(const MomentsRequest& request, Read done) {
   values->exp_avg.resize(count);
   values->exp_avg_sq.resize(count);
   if (keeps_maximum) values->max_exp_avg_sq.resize(count);
+  const Bucket& bucket = *place.value().bucket;
+  // They are zero, and a read makes no place for them.
+  if (bucket.is_host() && !parts_.host_tiles.has_rest(bucket, place.value().tile))
+    return done(Status::ok(), std::move(*values));
   TileTask task = task_at(place.value());
   MEMD_FAILPOINT("moments.before_read");
   task.work = [values, dtype = place.value().bucket->dtype, first = place.value().element_in_tile](
@@ -137,8 +141,10 @@ void Moments::write(const MomentsRequest& request,
   const uint32_t index = bucket.value->owner();
   // No step could replace tiles that the quota does not hold twice, and a bucket never gives the
   // place of maxima up.
-  if (keeps_maximum && !bucket.needs_maxima) {
-    if (Status room = parts_.admission.check_maxima(bucket); !room.is_ok()) return done(room);
+  const bool begins_in_host = bucket.is_host() && !bucket.is_updated;
+  if ((keeps_maximum && !bucket.needs_maxima) || begins_in_host) {
+    if (Status room = parts_.admission.make_room_for_state(bucket, keeps_maximum); !room.is_ok())
+      return done(room);
   }
   early_.discard(index, EarlyDiscard::state);
   parts_.admission.begin_updates(bucket, keeps_maximum);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "store/state/early_updates.h"
+#include "store/state/host_tier.h"
 #include "store/state/moments.h"
 #include "store/state/state_parts.h"
 #include "store/state/tile_tasks.h"
@@ -10,7 +11,7 @@
 namespace memd {
 
 /// Owned by its Job from the moment that a store has it; the server thread calls everything;
-/// nothing blocks. The four work on the tiles of the job's PrivateTiles: tasks one at a time on
+/// nothing blocks. The five work on the tiles of the job's PrivateTiles: tasks one at a time on
 /// each tile, and the others by tasks alone.
 class PrivateState {
  public:
@@ -21,6 +22,7 @@ class PrivateState {
         early_(parts, tasks_),
         writeback_(parts, tasks_),
         moments_(parts, tasks_, early_, writeback_),
+        host_(parts, tasks_),
         parts_(parts) {}
   PrivateState(const PrivateState&) = delete;
   PrivateState& operator=(const PrivateState&) = delete;
@@ -32,6 +34,7 @@ class PrivateState {
   const EarlyUpdates& early() const { return early_; }
   Writeback& writeback() { return writeback_; }
   Moments& moments() { return moments_; }
+  HostTier& host() { return host_; }
 
   /// Drops clean tiles; none of the bucket's may be dirty.
   void drop_cached_tiles(const Bucket& bucket);
@@ -43,6 +46,7 @@ class PrivateState {
   EarlyUpdates early_;
   Writeback writeback_;
   Moments moments_;
+  HostTier host_;
   const StateParts parts_;
 };
 

@@ -10,16 +10,10 @@
 #include <unordered_set>
 
 #include "arena/arena.h"
+#include "store/state/tile_key.h"
 #include "store/state/tile_words.h"
 
 namespace memd {
-
-/// Names a tile within its job; stored in TileWords.
-constexpr uint64_t tile_key(uint32_t bucket, uint64_t tile) {
-  return (uint64_t{bucket} << 32) | tile;
-}
-constexpr uint32_t bucket_of(uint64_t key) { return static_cast<uint32_t>(key >> 32); }
-constexpr uint32_t tile_of(uint64_t key) { return static_cast<uint32_t>(key); }
 
 /// How far an earlier daemon had updated one tile to a closed step: all of it, or the pieces before
 /// `piece`.

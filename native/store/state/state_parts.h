@@ -25,6 +25,7 @@
 #include "store/state/admission.h"
 #include "store/state/durable_state.h"
 #include "store/state/extent_log.h"
+#include "store/state/host_tiles.h"
 #include "store/state/job_journal.h"
 #include "store/state/private_tiles.h"
 #include "store/state/state_gate.h"
@@ -59,11 +60,13 @@ struct StateParts {
   JobJournal& journal;
   const LostShards& lost;
   PrivateTiles& tiles;
+  HostTiles& host_tiles;
   ExtentLog& log;
   StateGate& gate;
 
   Arena& arena() const { return memory->arena(); }
   Arena& private_side() const { return memory->private_side(); }
+  Arena& host_side() const { return memory->host_side(); }
 };
 
 }  // namespace memd

@@ -48,6 +48,8 @@ struct TileTask {
   bool writes_rest = false;
   /// If there is room, the tile stays in memory, dirty, and is not written.
   bool may_stay = false;
+  /// In tier host everything else stays in memory: with this, new extents have the tile as well.
+  bool copies_to_disk = false;
   const Entry* gradient = nullptr;
   /// Set for speculative values. It takes what was written, and what stays of it in memory;
   /// replicas and the arena's copy stay those of N, and nothing is logged. Without an error, before

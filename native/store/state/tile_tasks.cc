@@ -20,6 +20,11 @@ struct TileTasks::Running {
   std::optional<uint64_t> gradient_offset_bytes;  // where it has a place of its own
   bool in_memory = false;                         // value and rest were cached
   bool stays = false;                             // in memory, dirty
+  // With tier host, in the host side: where it works; whose bytes go there first, and which is free
+  // afterwards; and what holds the old bytes while they change.
+  std::optional<HostTiles::Place> place;
+  std::optional<HostTiles::Place> old_place;
+  std::optional<HostTiles::Place> guard;
   bool value_from_arena = false;
   bool zeroes_value = false;  // nothing was ever written there
   bool zeroes_rest = false;
@@ -38,6 +43,10 @@ struct TileTasks::Running {
 
   bool has_mismatch() const { return value_mismatch || rest_mismatch || gradient_mismatch; }
   bool is_speculative() const { return task.keep != nullptr; }
+  bool is_host() const { return place.has_value(); }
+  bool changes_state() const {
+    return (task.writes_value || task.writes_rest) && !task.copies_to_disk;
+  }
   bool writes_value() const { return task.writes_value && !stays; }
   bool writes_rest() const { return task.writes_rest && !stays; }
   /// Value and rest are in the place that starts at `offset_bytes`, which ends with them.
@@ -45,11 +54,13 @@ struct TileTasks::Running {
     const bool alone = gradient_copy == nullptr || gradient_offset_bytes.has_value();
     return bytes.rest_bytes > 0 && alone && (task.reads_value || task.writes_value);
   }
-  /// Bytes of the private side that it holds.
+  /// Bytes that it works in.
   uint64_t held_bytes() const {
     const bool has_gradient = gradient_copy != nullptr;
     return bytes.value_bytes + bytes.rest_bytes + (has_gradient ? gradient_bytes : 0);
   }
+  /// Those of the private side.
+  uint64_t private_bytes() const { return is_host() ? gradient_bytes : held_bytes(); }
   /// The part of the rest that its extent has: without the maxima, where it is older than they are.
   std::span<std::byte> rest_on_disk() const {
     MEMD_CHECK_LE(uint64_t{rest_source().length_bytes}, bytes.rest_bytes);
@@ -99,20 +110,35 @@ void TileTasks::submit_first(TileTask task) {
   std::rotate(waiting_.begin(), waiting_.end() - 1, waiting_.end());
 }
 
+void TileTasks::fail_waiting(const Status& why) {
+  std::deque<TileTask> waiting = std::exchange(waiting_, {});
+  for (TileTask& each : waiting) {
+    parts_.residencies.end_task(*each.entry);
+    parts_.activities.end();
+    const Done done = std::move(each.done);
+    done(why);
+  }
+}
+
 void TileTasks::make_room() {
+  // Places of tier host never make room for each other.
+  if (!parts_.tiles.has_dirty()) {
+    return fail_waiting(error(StatusCode::capacity,
+                              "job ",
+                              parts_.job_name,
+                              ": its memory has no place in one piece for a tile of tier host; "
+                              "start it anew with a larger host_bytes: free ",
+                              parts_.host_side().free_bytes(),
+                              ", in one piece ",
+                              parts_.host_side().largest_free_bytes()));
+  }
   // A tile in memory needs no more of it: this one starts now, before those that wait.
   TileTask task = flush_task(parts_.tiles.next_to_flush());
   task.report = std::make_shared<StepReport>();
   task.done = [this](const Status& status) {
     if (status.is_ok()) return;
     // No room will come: whoever waits for it hears why.
-    std::deque<TileTask> waiting = std::exchange(waiting_, {});
-    for (TileTask& each : waiting) {
-      parts_.residencies.end_task(*each.entry);
-      parts_.activities.end();
-      const Done done = std::move(each.done);
-      done(status);
-    }
+    fail_waiting(status);
   };
   parts_.residencies.begin_task(*task.entry);
   parts_.activities.begin();
@@ -171,17 +197,24 @@ bool TileTasks::try_start(TileTask& task) {
   set_places(*running, task);
   running->started_ns = parts_.clock.now_ns();
   running->task = std::move(task);
+  if (running->is_host()) running->task.reads_value = running->task.reads_rest = true;
   ++running_count_;
-  running_bytes_ += running->held_bytes();
+  running_bytes_ += running->private_bytes();
   MEMD_FAILPOINT("tile.started");
   load(running);
   return true;
 }
 
-void TileTasks::set_sizes(Running& running, const TileTask& task) {
+void TileTasks::set_sizes(Running& running, const TileTask& task) const {
   TileBytes& bytes = running.bytes;
   bytes.value_bytes = task.entry->replica_bytes(task.index);
-  if (task.reads_rest || task.writes_rest) bytes.rest_bytes = task.bucket->rest_bytes(task.index);
+  if (task.bucket != nullptr && task.bucket->is_host()) {
+    // One that no step updates takes no memory for it.
+    const bool has_rest = parts_.host_tiles.has_rest(*task.bucket, task.index);
+    bytes.rest_bytes = has_rest ? task.bucket->rest_bytes(task.index) : 0;
+  } else if (task.reads_rest || task.writes_rest) {
+    bytes.rest_bytes = task.bucket->rest_bytes(task.index);
+  }
   if (task.bucket != nullptr) {
     bytes.elements = task.bucket->tile_elements(task.index);
     bytes.keeps_maxima = task.bucket->keeps_maxima;
@@ -192,6 +225,7 @@ void TileTasks::set_sizes(Running& running, const TileTask& task) {
 
 bool TileTasks::take_memory(Running& running, const TileTask& task) {
   const TileBytes& bytes = running.bytes;
+  if (task.bucket != nullptr && task.bucket->is_host()) return take_host(running, task);
   if (bytes.rest_bytes > 0 && !take_cached(running, task)) return false;
   if (running.in_memory) return true;
   const auto offset_bytes =
@@ -222,11 +256,54 @@ bool TileTasks::take_cached(Running& running, const TileTask& task) {
   return true;
 }
 
+bool TileTasks::take_host(Running& running, const TileTask& task) {
+  const uint64_t key = tile_key(task.entry->owner(), task.index);
+  if (!parts_.host_tiles.begin_task(key)) return false;
+  if (running.gradient_bytes > 0) {
+    running.gradient_offset_bytes = allocate_private(running.gradient_bytes);
+    if (!running.gradient_offset_bytes) {
+      parts_.host_tiles.end_task(key);
+      return false;
+    }
+  }
+  if (take_host_places(running, task)) return true;
+  if (running.gradient_offset_bytes) parts_.private_side().free(*running.gradient_offset_bytes);
+  parts_.host_tiles.end_task(key);
+  return false;
+}
+
+bool TileTasks::take_host_places(Running& running, const TileTask& task) {
+  Arena& side = parts_.host_side();
+  const auto allocate = [&side](uint64_t bytes) -> std::optional<HostTiles::Place> {
+    const auto offset_bytes = side.allocate(bytes);
+    if (!offset_bytes) return std::nullopt;
+    return HostTiles::Place{.offset_bytes = *offset_bytes, .bytes = bytes};
+  };
+  const uint64_t wanted_bytes = running.bytes.value_bytes + running.bytes.rest_bytes;
+  const HostTiles::Place* const held =
+      parts_.host_tiles.find(tile_key(task.entry->owner(), task.index));
+  running.in_memory = held != nullptr;
+  if (held == nullptr || held->bytes < wanted_bytes) {
+    running.place = allocate(wanted_bytes);
+    if (running.place && held != nullptr) running.old_place = *held;
+    return running.place.has_value();
+  }
+  running.place = *held;
+  // A step names its pieces; what else changes the only copy leaves the old bytes or the new ones.
+  const bool is_guarded = (task.writes_value || task.writes_rest) && !task.copies_to_disk &&
+                          !task.may_stay && parts_.tiles.words() != nullptr;
+  if (!is_guarded) return true;
+  running.guard = allocate(held->bytes);
+  if (!running.guard) running.place.reset();
+  return running.guard.has_value();
+}
+
 void TileTasks::set_places(Running& running, const TileTask& task) {
   JobMemory& memory = *parts_.memory;
   Arena& side = memory.private_side();
   TileBytes& bytes = running.bytes;
-  bytes.value = side.at(running.offset_bytes);
+  bytes.value = running.is_host() ? memory.host_side().at(running.place->offset_bytes)
+                                  : side.at(running.offset_bytes);
   bytes.rest = bytes.rest_bytes > 0 ? bytes.value + bytes.value_bytes : nullptr;
   if (running.gradient_bytes > 0) {
     running.gradient_copy = running.gradient_offset_bytes
@@ -302,14 +379,20 @@ void TileTasks::load(const std::shared_ptr<Running>& running) {
 void TileTasks::prepare_words(Running& running) {
   PrivateTiles& tiles = parts_.tiles;
   const uint64_t key = running.key();
+  running.record = parts_.log.tile_record(key);
+  if (!running.task.may_stay) return;
   if (const MadeTile* const made = tiles.made(key)) {
     running.bytes.element_first = made->piece * piece_elements(running.bytes.keeps_maxima);
     // Once: a tile that is read again has it already.
     if (const auto scratch = tiles.take_made_scratch(key)) running.scratch = scratch;
   }
-  running.record = parts_.log.tile_record(key);
-  const bool is_only_copy = running.in_memory && tiles.is_dirty(key);
-  if (!running.record || !is_only_copy || running.bytes.begin_piece) return;
+  const bool is_only_copy = running.in_memory && (running.is_host() ? !running.old_place.has_value()
+                                                                    : tiles.is_dirty(key));
+  if (running.record && is_only_copy && !running.bytes.begin_piece) prepare_pieces(running);
+}
+
+void TileTasks::prepare_pieces(Running& running) {
+  PrivateTiles& tiles = parts_.tiles;
   if (!running.scratch) running.scratch = tiles.words()->take_scratch();
   MEMD_CHECK(running.scratch.has_value());  // there are more than tiles in flight
   const TileArrays tile{.dtype = running.task.bucket->dtype,
@@ -323,6 +406,10 @@ void TileTasks::prepare_words(Running& running) {
 }
 
 void TileTasks::decide_whether_it_stays(Running& running) {
+  if (running.is_host()) {
+    running.stays = !running.task.copies_to_disk;
+    return;
+  }
   // Once it has extents it is written, also where it was read again meanwhile.
   const bool stays =
       running.task.may_stay && !running.value_extent.exists() && has_room_to_stay(running);
@@ -390,9 +477,18 @@ void TileTasks::try_short_of_extents() {
 
 /// The state that a worker publishes for a tile that stays; without an offset, none.
 TileState TileTasks::state_in_memory(const Running& running) const {
+  if (running.record && running.is_host()) {
+    const uint64_t step = parts_.progress.committed_step();
+    return {.step = running.task.may_stay ? step + 1 : step,
+            .private_offset_bytes = running.place->offset_bytes,
+            .host_bytes = running.place->bytes,
+            .value = {},
+            .rest = {}};
+  }
   if (!running.record || (!running.stays && !running.bytes.begin_piece)) return {};
   return {.step = parts_.progress.committed_step() + 1,
           .private_offset_bytes = running.offset_bytes,
+          .host_bytes = 0,
           .value = running.value_source(),
           .rest = running.rest_source()};
 }
@@ -404,7 +500,9 @@ void TileTasks::work(const std::shared_ptr<Running>& running) {
     return finish(running, reserved);
   }
   MEMD_FAILPOINT("tile.extents_reserved");
-  if (running->task.may_stay) prepare_words(*running);
+  // In tier host, a task that only reads a tile in its place says nothing new.
+  const bool says_more = running->changes_state() || running->old_place || !running->in_memory;
+  if (running->is_host() ? says_more : running->task.may_stay) prepare_words(*running);
   parts_.workers.submit(
       {.job = JobId{parts_.job_id}, .bytes = running->held_bytes()},
       [this, running, state = state_in_memory(*running)] { run_on_worker(*running, state); },
@@ -419,6 +517,12 @@ void TileTasks::run_on_worker(Running& running, const TileState& state) const {
   const uint64_t start_ns = parts_.clock.now_ns();
   const TileTask& task = running.task;
   const bool disk = !running.in_memory;
+  if (running.old_place) {
+    const std::byte* const old = parts_.host_side().at(running.old_place->offset_bytes);
+    const uint64_t old_bytes = running.old_place->bytes;
+    copy_bytes(running.bytes.value, old, old_bytes);
+    zero_bytes(running.bytes.value + old_bytes, running.place->bytes - old_bytes);
+  }
   if (running.zeroes_value) zero_bytes(running.bytes.value, running.bytes.value_bytes);
   if (running.zeroes_rest) zero_bytes(running.bytes.rest, running.bytes.rest_bytes);
   if (running.value_from_arena && disk && task.reads_value) {
@@ -442,6 +546,7 @@ void TileTasks::run_on_worker(Running& running, const TileState& state) const {
       zero_bytes(missing.data(), missing.size());
     }
     MEMD_FAILPOINT("tile.before_update");
+    if (running.guard && state.private_offset_bytes) guard(running, state);
     task.work(running.bytes);
     if (state.private_offset_bytes) {
       parts_.tiles.words()->publish(*running.record, state, parts_.ledger->base());
@@ -456,6 +561,17 @@ void TileTasks::run_on_worker(Running& running, const TileState& state) const {
     }
   }
   running.work_ns = parts_.clock.now_ns() - start_ns;
+}
+
+/// From here on the next daemon finds the tile as it is now, whatever becomes of its place.
+void TileTasks::guard(const Running& running, const TileState& state) const {
+  std::byte* const into = parts_.host_side().at(running.guard->offset_bytes);
+  copy_bytes(into, running.bytes.value, running.guard->bytes);
+  TileState kept = state;
+  kept.private_offset_bytes = running.guard->offset_bytes;
+  kept.host_bytes = running.guard->bytes;
+  parts_.tiles.words()->publish(*running.record, kept, parts_.ledger->base());
+  MEMD_FAILPOINT("host.guarded");
 }
 
 void TileTasks::check(const std::shared_ptr<Running>& running) {
@@ -525,6 +641,8 @@ void TileTasks::write(const std::shared_ptr<Running>& running) {
 void TileTasks::log(const Running& running) {
   const TileTask& task = running.task;
   const PrivateTiles& tiles = parts_.tiles;
+  // A next daemon goes on with the place, whatever a snapshot names beside it.
+  if (running.is_host()) return;
   if (tiles.words() == nullptr || task.entry->kind() != EntryKind::parameter) {
     // The rest first: written back again, the same parameter gives the same rest.
     if (running.writes_rest()) parts_.log.note_rest(*task.bucket, task.index);
@@ -566,6 +684,13 @@ void TileTasks::settle(const Running& running,
 
 void TileTasks::settle_extents(const Running& running, const Status& status) {
   const TileTask& task = running.task;
+  if (running.is_host() && running.changes_state() && status.is_ok()) {
+    // Bytes that a snapshot wrote are the snapshot's alone from here on.
+    Replica& value = task.entry->replicas()[task.index];
+    Replica& rest = task.bucket->rest[task.index];
+    if (value.exists()) parts_.space.release(value, parts_.extents);
+    if (rest.exists()) parts_.space.release(rest, parts_.extents);
+  }
   if (running.writes_value()) {
     settle(running, status, running.value_extent, task.entry->replicas()[task.index]);
   }
@@ -574,7 +699,25 @@ void TileTasks::settle_extents(const Running& running, const Status& status) {
   }
 }
 
+void TileTasks::settle_host_memory(const Running& running, const Status& status) {
+  HostTiles& tiles = parts_.host_tiles;
+  Arena& side = parts_.host_side();
+  if (running.gradient_offset_bytes) parts_.private_side().free(*running.gradient_offset_bytes);
+  if (running.guard) side.free(running.guard->offset_bytes);
+  const bool is_new = running.old_place || !running.in_memory;
+  const uint64_t key = running.key();
+  if (status.is_ok()) {
+    if (running.old_place) side.free(running.old_place->offset_bytes);
+    tiles.put(key, *running.place);
+    if (tiles.contains_all(*running.task.bucket)) running.task.entry->set_in_host_tiles();
+  } else if (is_new) {
+    side.free(running.place->offset_bytes);
+  }
+  tiles.end_task(key);
+}
+
 void TileTasks::settle_memory(const Running& running, const Status& status) {
+  if (running.is_host()) return settle_host_memory(running, status);
   const TileTask& task = running.task;
   PrivateTiles& tiles = parts_.tiles;
   Arena& side = parts_.private_side();
@@ -612,7 +755,7 @@ void TileTasks::finish(const std::shared_ptr<Running>& running, const Status& st
   parts_.residencies.end_task(*running->task.entry);
   parts_.activities.end();
   --running_count_;
-  if (!running->stays) running_bytes_ -= running->held_bytes();
+  if (running->is_host() || !running->stays) running_bytes_ -= running->private_bytes();
   MEMD_FAILPOINT("tile.recorded");
   try_short_of_extents();
   const Done done = std::move(running->task.done);

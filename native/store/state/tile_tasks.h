@@ -49,11 +49,14 @@ class TileTasks {
 
   TileTask flush_task(uint64_t key);
   void make_room();
+  void fail_waiting(const Status& why);
   bool has_room_to_stay(const Running& running) const;
   bool try_start(TileTask& task);
-  static void set_sizes(Running& running, const TileTask& task);
+  void set_sizes(Running& running, const TileTask& task) const;
   bool take_memory(Running& running, const TileTask& task);
   bool take_cached(Running& running, const TileTask& task);
+  bool take_host(Running& running, const TileTask& task);
+  bool take_host_places(Running& running, const TileTask& task);
   void set_places(Running& running, const TileTask& task);
   std::optional<uint64_t> allocate_private(uint64_t bytes);
   /// Names the shard, for an error.
@@ -66,6 +69,9 @@ class TileTasks {
   bool may_find_extents_later(const Running& running, const Status& status) const;
   void try_short_of_extents();
   void prepare_words(Running& running);
+  void prepare_pieces(Running& running);
+  void guard(const Running& running, const TileState& state) const;
+  void settle_host_memory(const Running& running, const Status& status);
   TileState state_in_memory(const Running& running) const;
   void run_on_worker(Running& running, const TileState& state) const;
   void check(const std::shared_ptr<Running>& running);

@@ -29,6 +29,9 @@ constexpr auto kAcquire = std::memory_order_acquire;
 constexpr uint64_t kUsed = uint64_t{1} << 63;
 constexpr uint64_t kUpdating = uint64_t{1} << 62;
 constexpr uint64_t kPlace = 1;
+
+// The base of a state of tier host: no catalogue makes it old.
+constexpr uint64_t kAnyBase = ~uint64_t{0};
 constexpr int kScratchShift = 8;
 constexpr int kPieceShift = 16;
 
@@ -41,7 +44,8 @@ struct ExtentWords {
 struct StateWords {
   uint64_t base;
   uint64_t step;
-  uint64_t private_place;  // offset + 1; 0: not in memory
+  uint64_t
+      private_place;  // offset + 1 (of tier host: + blocks of its length + 1); 0: not in memory
   ExtentWords value;
   ExtentWords rest;
   uint64_t key;
@@ -66,6 +70,14 @@ ExtentRecord extent_of(const ExtentWords& words) {
                       .offset_bytes = words.offset_bytes},
           .length_bytes = static_cast<uint32_t>(words.device_and_length),
           .checksum = words.checksum};
+}
+
+// Offsets are whole blocks, and a tile has fewer blocks than a block has bytes.
+static_assert(kTileElements * 16 / kBlockBytes + 1 < kBlockBytes);
+
+uint64_t place_of(const TileState& state) {
+  if (!state.private_offset_bytes) return 0;
+  return *state.private_offset_bytes + state.host_bytes / kBlockBytes + 1;
 }
 
 uint64_t checksum_of(const StateWords& words) {
@@ -162,9 +174,9 @@ void TileWords::publish(uint32_t record,
   const uint64_t before = words.word.load(std::memory_order_relaxed);
   const uint64_t place = before == 0 ? 0 : (before & kPlace) ^ 1;
   StateWords& into = words.states[place];
-  into.base = base;
+  into.base = state.host_bytes != 0 ? kAnyBase : base;
   into.step = state.step;
-  into.private_place = state.private_offset_bytes ? *state.private_offset_bytes + 1 : 0;
+  into.private_place = place_of(state);
   into.value = words_of(state.value);
   into.rest = words_of(state.rest);
   into.checksum = checksum_of(into);
@@ -237,14 +249,18 @@ Result<std::vector<KeptTile>> TileWords::read(uint64_t base) {
     if ((word & kUsed) == 0 || checksum_of(state) != state.checksum) return damaged("a checksum");
     if (!record_of_.emplace(state.key, record).second) return damaged("a tile has two records");
     // The catalogue on disk is newer.
-    if (state.base != base) continue;
+    if (state.base != base && state.base != kAnyBase) continue;
     KeptTile tile{.key = state.key,
                   .state = {.step = state.step,
                             .private_offset_bytes = std::nullopt,
                             .value = extent_of(state.value),
                             .rest = extent_of(state.rest)},
                   .update = std::nullopt};
-    if (state.private_place != 0) tile.state.private_offset_bytes = state.private_place - 1;
+    if (state.private_place != 0) {
+      const uint64_t rest = (state.private_place - 1) % kBlockBytes;
+      tile.state.private_offset_bytes = state.private_place - 1 - rest;
+      tile.state.host_bytes = rest * kBlockBytes;
+    }
     if ((word & kUpdating) != 0) {
       const uint64_t scratch = word >> kScratchShift & 0xff;
       const uint64_t piece = (word & ~kUsed & ~kUpdating) >> kPieceShift;

@@ -29,8 +29,11 @@ static_assert(piece_elements(false) % 64 == 0 && piece_elements(true) % 64 == 0)
 
 struct TileState {
   uint64_t step = 0;  // whose bytes they are
-  /// In the private side, and nowhere else; without it the extents have them.
+  /// In the private side, and nowhere else; without it the extents have them. Of tier host: in the
+  /// host side.
   std::optional<uint64_t> private_offset_bytes;
+  /// The length of its place in the host side; 0: it is none of tier host.
+  uint64_t host_bytes = 0;
   ExtentRecord value;
   ExtentRecord rest;
 };
@@ -72,8 +75,9 @@ class TileWords {
 
   /// The tile's record; nothing where there is room for no more.
   std::optional<uint32_t> record_of(uint64_t key);
-  /// `base`: the catalogue on disk that the state builds on, Ledger::base(). `piece_next`: the tile
-  /// is on disk in the middle of an update to the next step, which has done the pieces before it.
+  /// `base`: the catalogue on disk that the state builds on, Ledger::base(); a state of tier host
+  /// builds on none, and stays true whatever is committed. `piece_next`: the tile is on disk in the
+  /// middle of an update to the next step, which has done the pieces before it.
   void publish(uint32_t record,
                const TileState& state,
                uint64_t base,

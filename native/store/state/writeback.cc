@@ -27,6 +27,12 @@ void copy_value(const TileBytes& bytes) {
   copy_bytes(bytes.value, bytes.arena_value, bytes.value_bytes);
 }
 
+/// Into the place of a tile of tier host.
+void take_value(const TileBytes& bytes, DType dtype) {
+  // Without a rest there is no remainder to keep.
+  dtype == DType::bfloat16&& bytes.rest != nullptr ? take_halves(bytes) : copy_value(bytes);
+}
+
 }  // namespace
 
 TileTask Writeback::value_task(Entry& entry, size_t index) {
@@ -37,6 +43,11 @@ TileTask Writeback::value_task(Entry& entry, size_t index) {
   task.index = index;
   task.writes_value = true;
   task.work = copy_value;
+  if (bucket != nullptr && bucket->is_host()) {
+    task.bucket = bucket;
+    task.work = [dtype = bucket->dtype](const TileBytes& bytes) { take_value(bytes, dtype); };
+    return task;
+  }
   const bool keeps_remainder = bucket != nullptr && bucket->dtype == DType::bfloat16 &&
                                bucket->rest[index].exists() && entry.replicas()[index].exists();
   if (keeps_remainder) {

@@ -36,7 +36,7 @@ const char* step_state_text(StepState state) {
   return "";
 }
 
-Step::Step(const StepParts& parts, Steps& owner, StepDone done)
+Step::Step(const StepParts& parts, Steps& owner, StepCommit::Sync kind, StepDone done)
     : parts_(parts),
       owner_(owner),
       done_(std::move(done)),
@@ -46,7 +46,7 @@ Step::Step(const StepParts& parts, Steps& owner, StepDone done)
       shards_(parts, request_, false),
       space_(parts, shards_),
       staged_(parts, {}),
-      commit_(parts, request_, shards_, staged_, false) {}
+      commit_(parts, request_, shards_, staged_, false, kind) {}
 
 Step::Step(const StepParts& parts, Steps& owner, StepRequest request, Origin origin, StepDone done)
     : parts_(parts),
@@ -60,7 +60,7 @@ Step::Step(const StepParts& parts, Steps& owner, StepRequest request, Origin ori
       shards_(parts, request_, is_redo_),
       space_(parts, shards_),
       staged_(parts, request_.staged_buffers),
-      commit_(parts, request_, shards_, staged_, true) {
+      commit_(parts, request_, shards_, staged_, true, StepCommit::Sync::plain) {
   shards_.seal();
 }
 
@@ -198,14 +198,17 @@ void Step::write_back() {
 
 void Step::update() {
   const std::vector<uint32_t> wanting = shards_.buckets_without_maxima();
-  if (wanting.empty()) return begin_update();
+  const Done placed = [self = shared_from_this()](const Status& status) {
+    status.is_ok() ? self->begin_update() : self->fail(status);
+  };
+  if (wanting.empty()) return parts_.state.host().give_places(shards_.buckets(), report_, placed);
   for (const uint32_t bucket : wanting) parts_.state.early().discard(bucket, EarlyDiscard::state);
   // Tiles that are in memory alone have no place for maxima.
   parts_.state.writeback().flush_tiles(
-      wanting, report_, [self = shared_from_this(), wanting](const Status& flushed) {
+      wanting, report_, [self = shared_from_this(), wanting, placed](const Status& flushed) {
         if (!flushed.is_ok()) return self->fail(flushed);
         keep_maxima(self->parts_.job, wanting);
-        self->begin_update();
+        self->parts_.state.host().give_places(self->shards_.buckets(), self->report_, placed);
       });
 }
 

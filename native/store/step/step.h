@@ -58,7 +58,7 @@ class Step : public std::enable_shared_from_this<Step> {
   };
 
   /// A sync.
-  Step(const StepParts& parts, Steps& owner, StepDone done);
+  Step(const StepParts& parts, Steps& owner, StepCommit::Sync kind, StepDone done);
   /// A step: seals its gradients, and withdraws the values that it will replace.
   Step(const StepParts& parts, Steps& owner, StepRequest request, Origin origin, StepDone done);
 

@@ -34,6 +34,12 @@ Status check_parameter(const StepParts& parts,
       job.slots.pins(*gradient->slot(), shard.index_in_bucket).has_writers()) {
     return error(StatusCode::invalid_argument, who(), ": its gradient is still leased for writing");
   }
+  // In tier host, a parameter that was declared without optimizer state has no memory for it yet.
+  Bucket& bucket = job.shards.bucket(shard.bucket);
+  if (bucket.is_host() && !bucket.is_updated) {
+    if (Status room = job.admission.make_room_for_state(bucket, false); !room.is_ok()) return room;
+    job.admission.begin_updates(bucket);
+  }
   if (settings.amsgrad && !shard.keeps_maximum) {
     return error(StatusCode::invalid_argument,
                  who(),

@@ -18,19 +18,18 @@ void StepCommit::begin() {
 }
 
 void StepCommit::declare_undurable(const Done& done) const {
-  JobProgress& progress = parts_.progress;
-  progress.set_undurable_since(progress.committed_step() + 1);
-  parts_.commits.commit(
-      parts_.job.job_id, parts_.durable, [this, done](const Status& status, double) {
-        if (!status.is_ok()) parts_.progress.set_undurable_since(0);
-        parts_.durable.note_change();
-        done(status);
-      });
+  const uint64_t since = parts_.progress.committed_step() + 1;
+  commit_catalogue(since, [this, done](const Status& status, double) {
+    parts_.durable.note_change();
+    done(status);
+  });
 }
 
 bool StepCommit::is_needed(const StepReport& report) const {
+  // A sync before this one may have left the disk at no step.
+  const bool leaves_no_step = sync_ == Sync::all_tiers && parts_.progress.undurable_since() != 0;
   return is_step_ || parts_.durable.is_changed() || parts_.job.tiles.has_dirty() ||
-         report.written_bytes != 0;
+         report.written_bytes != 0 || leaves_no_step;
 }
 
 void StepCommit::make(std::optional<size_t> place,
@@ -108,21 +107,39 @@ void StepCommit::make_on_disk(const std::shared_ptr<StepReport>& report, Done do
 }
 
 void StepCommit::write_to_disk(const std::shared_ptr<StepReport>& report, Done done) {
+  // Part of the job is on disk then, of a step or of several: nobody may go on from there.
+  const bool leaves_some = sync_ == Sync::plain && parts_.job.shards.declared().has_host_tier();
+  const Done copied = [this, report, leaves_some, done = std::move(done)](const Status& status) {
+    if (!status.is_ok()) return done(status);
+    commit_catalogue(leaves_some ? undurable_since_or_now() : 0,
+                     [report, done](const Status& committed, double seconds) {
+                       report->commit_seconds = seconds;
+                       done(committed);
+                     });
+  };
   parts_.state.writeback().flush_tiles(
-      std::nullopt, report, [this, report, done = std::move(done)](const Status& flushed) {
-        if (!flushed.is_ok()) return done(flushed);
-        const uint64_t undurable_since = parts_.progress.set_undurable_since(0);
-        parts_.commits.commit(
-            parts_.job.job_id,
-            parts_.durable,
-            [this, report, undurable_since, done](const Status& status, double seconds) {
-              report->commit_seconds = seconds;
-              if (!status.is_ok()) {
-                parts_.progress.set_undurable_since(undurable_since);
-                parts_.durable.note_change();
-              }
-              done(status);
-            });
+      std::nullopt, report, [this, report, copied](const Status& flushed) {
+        if (!flushed.is_ok() || sync_ == Sync::plain) return copied(flushed);
+        parts_.state.host().copy_to_disk(report, copied);
+      });
+}
+
+uint64_t StepCommit::undurable_since_or_now() const {
+  const uint64_t since = parts_.progress.undurable_since();
+  return since != 0 ? since : parts_.progress.committed_step() + 1;
+}
+
+void StepCommit::commit_catalogue(uint64_t undurable_since, CatalogueDone done) const {
+  const uint64_t before = parts_.progress.set_undurable_since(undurable_since);
+  parts_.commits.commit(
+      parts_.job.job_id,
+      parts_.durable,
+      [this, before, done = std::move(done)](const Status& status, double seconds) {
+        if (!status.is_ok()) {
+          parts_.progress.set_undurable_since(before);
+          parts_.durable.note_change();
+        }
+        done(status, seconds);
       });
 }
 

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -21,12 +22,24 @@ namespace memd {
 /// thread; nothing blocks.
 class StepCommit {
  public:
+  enum class Sync : uint8_t {
+    plain,      // tier host stays in memory: what the disk has is no step then
+    all_tiers,  // for a snapshot
+  };
+
+  /// A step's `sync` is plain.
   StepCommit(const StepParts& parts,
              const StepRequest& request,
              const StepShards& shards,
              StagedBuffers& staged,
-             bool is_step)
-      : parts_(parts), request_(request), shards_(shards), staged_(staged), is_step_(is_step) {}
+             bool is_step,
+             Sync sync)
+      : parts_(parts),
+        request_(request),
+        shards_(shards),
+        staged_(staged),
+        is_step_(is_step),
+        sync_(sync) {}
   StepCommit(const StepCommit&) = delete;
   StepCommit& operator=(const StepCommit&) = delete;
 
@@ -49,6 +62,8 @@ class StepCommit {
   bool is_counted() const { return is_counted_; }
 
  private:
+  using CatalogueDone = std::function<void(const Status&, double commit_seconds)>;
+
   void count(std::optional<size_t> place);
   /// `failed_count`: failed_commit_count() before the commit.
   void take_back(uint64_t failed_count);
@@ -57,6 +72,10 @@ class StepCommit {
   void make_in_memory(Done done);
   void make_on_disk(const std::shared_ptr<StepReport>& report, Done done);
   void write_to_disk(const std::shared_ptr<StepReport>& report, Done done);
+  /// JobRecord's, of a catalogue that names no step.
+  uint64_t undurable_since_or_now() const;
+  /// `undurable_since`: as JobRecord's. Where it fails, that is as before.
+  void commit_catalogue(uint64_t undurable_since, CatalogueDone done) const;
   void note_failed_mirror(const Status& why) const;
 
   const StepParts& parts_;
@@ -64,6 +83,7 @@ class StepCommit {
   const StepShards& shards_;
   StagedBuffers& staged_;
   const bool is_step_;
+  const Sync sync_;
   bool is_in_memory_ = false;
   bool is_on_disk_ = true;
   bool is_counted_ = false;

@@ -105,6 +105,8 @@ void StepSpace::add_tile(uint64_t key, Need& needed) const {
   const StateParts& job = parts_.job;
   const Bucket& bucket = job.shards.bucket(bucket_of(key));
   const uint32_t tile = tile_of(key);
+  // It stays in its place.
+  if (bucket.is_host()) return;
   // It has its new extents already.
   const auto made = speculative_.find(bucket_of(key));
   if (made != speculative_.end() && made->second->tiles[tile]) return;

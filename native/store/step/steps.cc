@@ -49,10 +49,10 @@ void Steps::accept(StepRequest request, Step::Origin origin, StepDone done) {
   enqueue("step", step);
 }
 
-void Steps::sync(StepDone done) {
+void Steps::sync(StepCommit::Sync kind, StepDone done) {
   // Nothing of it can be made durable, and nobody is left who could be told.
   if (!parts_.progress.stopped().is_ok() && parts_.sessions.empty()) return done(Status::ok(), {});
-  enqueue("sync", std::make_shared<Step>(parts_, *this, std::move(done)));
+  enqueue("sync", std::make_shared<Step>(parts_, *this, kind, std::move(done)));
 }
 
 void Steps::enqueue(const char* kind, const std::shared_ptr<Step>& step) {

@@ -28,7 +28,10 @@ class Steps {
 
   /// Closes the step, or joins the one that it repeats.
   void step(StepRequest request, StepDone done);
-  void sync(StepDone done);
+  /// On disk with what was put since the last step; tier host stays in memory.
+  void sync(StepDone done) { sync(StepCommit::Sync::plain, std::move(done)); }
+  /// The same of all tiers.
+  void sync_all_tiers(StepDone done) { sync(StepCommit::Sync::all_tiers, std::move(done)); }
   /// A step that an earlier daemon has accepted.
   void redo(const StepRequest& request, size_t place);
 
@@ -46,6 +49,7 @@ class Steps {
   void join(Step& earlier, const StepRequest& request, StepDone& done);
   /// The job has committed a step of that number.
   void answer_repeated(const StepRequest& request, const StepDone& done);
+  void sync(StepCommit::Sync kind, StepDone done);
   void accept(StepRequest request, Step::Origin origin, StepDone done);
   void note_call(const StepRequest& request);
   void let_lease_after(const StepRequest& request);

@@ -24,7 +24,7 @@ SNAPSHOT_PART_MAX_EXP_AVG_SQ: SnapshotPart
 SNAPSHOT_PART_MASTER: SnapshotPart
 
 class Job(_message.Message):
-    __slots__ = ("job_id", "name", "uid", "committed_step", "session_count", "host_bytes", "host_bytes_used", "nvme_bytes", "nvme_bytes_used", "shard_count", "element_count", "lease_count", "lost_shards", "durability", "durable_step", "unreadable_shards", "lost_shard_count", "weight", "snapshot_count", "snapshot_bytes")
+    __slots__ = ("job_id", "name", "uid", "committed_step", "session_count", "host_bytes", "host_bytes_used", "nvme_bytes", "nvme_bytes_used", "shard_count", "element_count", "lease_count", "lost_shards", "durability", "durable_step", "unreadable_shards", "lost_shard_count", "weight", "snapshot_count", "snapshot_bytes", "host_tier_bytes")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class Job(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_COUNT_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_TIER_BYTES_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     name: str
     uid: int
@@ -65,7 +66,8 @@ class Job(_message.Message):
     weight: float
     snapshot_count: int
     snapshot_bytes: int
-    def __init__(self, job_id: _Optional[int] = ..., name: _Optional[str] = ..., uid: _Optional[int] = ..., committed_step: _Optional[int] = ..., session_count: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., nvme_bytes_used: _Optional[int] = ..., shard_count: _Optional[int] = ..., element_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., lost_shards: _Optional[_Iterable[str]] = ..., durability: _Optional[str] = ..., durable_step: _Optional[int] = ..., unreadable_shards: _Optional[_Iterable[str]] = ..., lost_shard_count: _Optional[int] = ..., weight: _Optional[float] = ..., snapshot_count: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ...) -> None: ...
+    host_tier_bytes: int
+    def __init__(self, job_id: _Optional[int] = ..., name: _Optional[str] = ..., uid: _Optional[int] = ..., committed_step: _Optional[int] = ..., session_count: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., nvme_bytes_used: _Optional[int] = ..., shard_count: _Optional[int] = ..., element_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., lost_shards: _Optional[_Iterable[str]] = ..., durability: _Optional[str] = ..., durable_step: _Optional[int] = ..., unreadable_shards: _Optional[_Iterable[str]] = ..., lost_shard_count: _Optional[int] = ..., weight: _Optional[float] = ..., snapshot_count: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., host_tier_bytes: _Optional[int] = ...) -> None: ...
 
 class ListJobsRequest(_message.Message):
     __slots__ = ("page_first",)

@@ -32,6 +32,7 @@ struct Case {
   /// Of memory beside what tiles in flight take; few: only some tiles stay.
   uint64_t arena_segments = 12;
   bool amsgrad = false;
+  Tier tier = Tier::nvme;
 };
 
 class InMemoryKillTest : public ::testing::TestWithParam<Case> {
@@ -55,8 +56,8 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
     session_ = heart_->attach(job_id);
     ids_ = heart_->declare(
         session_,
-        {with_maximum(parameter("large", elements_, GetParam().dtype), settings_.amsgrad),
-         with_maximum(parameter("small", kSmall, GetParam().dtype), settings_.amsgrad),
+        {of_tier(with_maximum(parameter("large", elements_, GetParam().dtype), settings_.amsgrad)),
+         of_tier(with_maximum(parameter("small", kSmall, GetParam().dtype), settings_.amsgrad)),
          bytes_shard("buffer", kBufferBytes, ShardKind::buffer),
          bytes_shard("staged", kBufferBytes, ShardKind::buffer)});
     twins_.clear();
@@ -73,6 +74,11 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
     heart_->write(session_, ids_[2], pattern(kBufferBytes, 1));
     ASSERT_TRUE(heart_->sync(session_).is_ok());
   }
+  static ShardSpec of_tier(ShardSpec spec) {
+    spec.tier = GetParam().tier;
+    return spec;
+  }
+  static bool is_host() { return GetParam().tier == Tier::host; }
   uint64_t count(size_t i) const { return i == 0 ? elements_ : kSmall; }
   void write_gradients(uint32_t seed) {
     for (const size_t i : {0, 1}) {
@@ -343,6 +349,7 @@ TEST_P(InMemoryKillTest, killed_again_while_it_finishes_the_step_the_next_one_do
 
 TEST_P(InMemoryKillTest, a_half_updated_tile_that_has_to_make_room_is_updated_once) {
   if (GetParam().arena_segments < 12) GTEST_SKIP() << "all tiles are to be in memory";
+  if (is_host()) GTEST_SKIP() << "tier host makes no room";
   // With one large tile nothing but itself can make room for its gradient.
   for (const uint64_t elements : {kElements, kTileElements + 1000}) {
     elements_ = elements;
@@ -368,6 +375,7 @@ TEST_P(InMemoryKillTest, a_half_updated_tile_that_has_to_make_room_is_updated_on
 
 TEST_P(InMemoryKillTest, a_tile_whose_gradient_is_read_again_gives_its_scratch_place_back) {
   if (GetParam().arena_segments < 12) GTEST_SKIP() << "all tiles are to be in memory";
+  if (is_host()) GTEST_SKIP() << "tier host makes no room";
   run_to_third_step();
   kill_in_third_step("ledger.piece_half_updated", 3);
   start(false);
@@ -446,7 +454,81 @@ TEST_P(InMemoryKillTest, without_its_trainer_the_job_stands_at_its_last_commit_i
   write_gradients(70);
   expect_step(3, 70);
   ASSERT_TRUE(heart_->sync(session_).is_ok());
-  EXPECT_EQ(heart_->job(session_).progress().durable_step(), 3U);
+  EXPECT_EQ(heart_->job(session_).progress().durable_step(), is_host() ? 0U : 3U);
+}
+
+TEST_P(InMemoryKillTest, at_any_moment_of_a_snapshot_no_bit_of_tier_host_is_lost) {
+  if (!is_host()) GTEST_SKIP() << "snapshot_test.cc has the others";
+  const auto kill_in_snapshot = [this](const std::string& name, uint64_t hit) {
+    const auto made = std::make_shared<bool>(false);
+    const uint64_t job_id = heart_->job(session_).job_id();
+    return kill_while(
+        name,
+        hit,
+        [made, job_id](Heart& heart) {
+          heart.store().snapshots().create(
+              {.job_id = job_id, .name = "s", .created_s = 1, .number = 7},
+              [made](const Result<SnapshotInfo>&) { *made = true; });
+        },
+        [made](Heart&) { return *made; });
+  };
+  run_to_third_step();
+  const auto moments = kill_in_snapshot("", 0);
+  go_on();
+  end();
+  ASSERT_FALSE(HasFailure());
+  ASSERT_TRUE(moments.contains("host.before_copies"));
+  ASSERT_TRUE(moments.contains("host.copied"));
+  for (const auto& [name, count] : moments) {
+    for (const uint64_t hit : std::set<uint64_t>{1, count}) {
+      SCOPED_TRACE(concat(name, ", time ", hit));
+      run_to_third_step();
+      kill_in_snapshot(name, hit);
+      go_on();
+      end();
+      if (HasFailure()) return;
+    }
+  }
+}
+
+TEST_P(InMemoryKillTest, a_state_that_is_loaded_into_tier_host_is_the_old_one_or_the_new_one) {
+  if (!is_host()) GTEST_SKIP() << "a dirty tile is on disk first";
+  MomentValues loaded{
+      .exp_avg = numbers(kSmall, 5), .exp_avg_sq = numbers(kSmall, 6), .max_exp_avg_sq = {}};
+  if (settings_.amsgrad) loaded.max_exp_avg_sq = numbers(kSmall, 7);
+  const auto kill_in_load = [&](const std::string& name, uint64_t hit) {
+    const auto written = std::make_shared<bool>(false);
+    return kill_while(
+        name,
+        hit,
+        [written, loaded, session = session_, id = ids_[1]](Heart& heart) {
+          heart.store().operations().write_moments(
+              {.session_id = session, .shard_id = id, .element_first = 0, .element_count = kSmall},
+              9,
+              loaded,
+              [written](const Status&) { *written = true; });
+        },
+        [written](Heart&) { return *written; });
+  };
+  run_to_third_step();
+  const auto moments = kill_in_load("", 0);
+  ASSERT_TRUE(moments.contains("host.guarded"));
+  end();
+  for (const auto& [name, count] : moments) {
+    for (const uint64_t hit : std::set<uint64_t>{1, count}) {
+      SCOPED_TRACE(concat(name, ", time ", hit));
+      run_to_third_step();
+      kill_in_load(name, hit);
+      start();
+      ASSERT_TRUE(heart_->store().resume_session(session_, kOwner).is_ok());
+      const MomentValues found = heart_->moment_values(session_, ids_[1]);
+      const bool is_new = found.exp_avg == loaded.exp_avg;
+      EXPECT_TRUE(found.exp_avg == (is_new ? loaded.exp_avg : twins_[1].m));
+      EXPECT_TRUE(found.exp_avg_sq == (is_new ? loaded.exp_avg_sq : twins_[1].v));
+      end();
+      if (HasFailure()) return;
+    }
+  }
 }
 
 TEST_P(InMemoryKillTest, without_pre_images_bits_are_lost) {
@@ -471,13 +553,16 @@ INSTANTIATE_TEST_SUITE_P(Kinds,
                          ::testing::Values(Case{"every:3", DType::float32, 12, true},
                                            Case{"none", DType::bfloat16, 12, true},
                                            Case{"none", DType::float32, 5},
-                                           Case{"every:5", DType::bfloat16, 4}),
+                                           Case{"every:5", DType::bfloat16, 4},
+                                           Case{"step", DType::float32, 12, true, Tier::host},
+                                           Case{"step", DType::bfloat16, 12, false, Tier::host}),
                          [](const auto& info) {
                            std::string name =
                                info.param.durability +
                                (info.param.dtype == DType::bfloat16 ? "_bf16_" : "_fp32_") +
                                std::to_string(info.param.arena_segments) +
-                               (info.param.amsgrad ? "_amsgrad" : "");
+                               (info.param.amsgrad ? "_amsgrad" : "") +
+                               (info.param.tier == Tier::host ? "_host" : "");
                            std::replace(name.begin(), name.end(), ':', '_');
                            return name;
                          });

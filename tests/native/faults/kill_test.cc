@@ -527,7 +527,11 @@ const std::set<std::string> kReachedByErrors = {"commit.abandoned",
 
 /// Of jobs whose steps are committed in memory; in_memory_kill_test.cc kills in their steps, and
 /// passes ledger.piece_restored, which is of the take-over, without a kill.
-const std::set<std::string> kReachedInMemory = {"ledger.before_memory_commit",
+const std::set<std::string> kReachedInMemory = {"adoption.host_tile_taken",
+                                                "host.before_copies",
+                                                "host.copied",
+                                                "host.guarded",
+                                                "ledger.before_memory_commit",
                                                 "ledger.memory_commit_recorded",
                                                 "ledger.piece_half_updated",
                                                 "ledger.piece_restored",

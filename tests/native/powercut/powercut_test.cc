@@ -142,6 +142,33 @@ TEST(PowerCutSnapshots, each_is_whole_or_absent_and_its_job_at_a_commit) {
   EXPECT_GT(kept, 40u);
 }
 
+TEST(PowerCutHostTier, the_whole_job_is_at_its_last_snapshot_or_has_none) {
+  plant_what_is_asked_for();
+  uint64_t kept = 0;
+  uint64_t lost = 0;
+  for (uint64_t seed = kSeedFirst; seed < kSeedFirst + kSeeds; ++seed) {
+    SCOPED_TRACE(seed);
+    const Recording recording =
+        record(seed, kSnapshotOperations, {.snapshots = true, .host = true});
+    ASSERT_EQ(recording.fault, "");
+    for (const SetState& state : recording.states) {
+      for (const JobState& job : state) {
+        if (job.name == "train") ++(job.shards.empty() ? lost : kept);
+      }
+    }
+    const ExploreResult result = explore(recording,
+                                         {.state_count = kStates / kSeeds,
+                                          .exhaustive_operations = 2,
+                                          .read_all_every = 250,
+                                          .seed = 1,
+                                          .progress = {}});
+    ASSERT_EQ(result.violation_count, 0u) << all_of(result.violations);
+    EXPECT_GE(result.state_count, kStates / kSeeds);
+  }
+  EXPECT_GT(kept, 40u);
+  EXPECT_GT(lost, 20u);
+}
+
 INSTANTIATE_TEST_SUITE_P(Seeds, PowerCut, ::testing::Range(kSeedFirst, kSeedFirst + kSeeds));
 
 TEST(PowerCutRecording, the_same_seed_gives_the_same_events_and_bytes) {

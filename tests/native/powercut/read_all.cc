@@ -3,6 +3,7 @@
 #include <sys/eventfd.h>
 
 #include <utility>
+#include <vector>
 
 #include "powercut/image_queue.h"
 #include "powercut/runner.h"
@@ -12,9 +13,13 @@ namespace memd::powercut {
 
 Status read_all_is(std::span<const std::byte> image,
                    const Geometry& geometry,
-                   const SetState& expected) {
+                   const SetState& expected,
+                   bool goes_back) {
   const OwnedFd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  ImageQueue io(image, geometry.device_bytes);
+  std::vector<std::byte> copy;
+  if (goes_back) copy.assign(image.begin(), image.end());
+  ImageQueue io = goes_back ? ImageQueue(std::span(copy), geometry.device_bytes)
+                            : ImageQueue(image, geometry.device_bytes);
   auto set = volumes_of(image, geometry);
   if (!set.is_ok()) return set.status();
   Runner runner(io, wake.get(), std::move(set).value());

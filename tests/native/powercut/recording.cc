@@ -198,7 +198,10 @@ class Recorder {
       : recording_(recording),
         options_(options),
         workload_(recording.seed,
-                  {.beside = true, .early = options.early, .snapshots = options.snapshots}),
+                  {.beside = true,
+                   .early = options.early,
+                   .snapshots = options.snapshots,
+                   .host = options.host}),
         random_(recording.seed * 31 + 7) {
     start(recording.formatted);
   }
@@ -247,6 +250,12 @@ class Recorder {
       watch.stepped = [acknowledge, stepped] { acknowledge(stepped); };
       watch.synced = [acknowledge, synced] { acknowledge(synced); };
       accept(operation, {before, stepped, synced, after_state});
+    } else if (const auto between = workload_.next_between()) {
+      const uint64_t written = add_state(*between);
+      watch.written = [this, operation, written, after_state] {
+        accept(operation, {written, after_state});
+      };
+      accept(operation, {before, written, after_state});
     } else {
       accept(operation, {before, after_state});
     }
@@ -322,6 +331,7 @@ std::vector<std::byte> Recording::image() const {
 Recording record(uint64_t seed, uint64_t operation_count, const RecordOptions& options) {
   Recording recording;
   recording.seed = seed;
+  recording.has_host_tier = options.host;
   recording.geometry.device_count = static_cast<uint16_t>(1 + seed % 2);
   recording.geometry.device_bytes = kDeviceBytes;
   recording.geometry.data_bytes = kDataBytes / recording.geometry.device_count;

@@ -48,6 +48,7 @@ struct Recording {
   std::vector<SetState> states;
   uint64_t early_adopted = 0;    // tiles, by steps
   uint64_t early_discarded = 0;  // tiles
+  bool has_host_tier = false;
   uint64_t restart_count = 0;
   uint64_t found_after_count = 0;  // restarts that found the operation that nobody acknowledged
   /// What went wrong while it ran; empty as a rule.
@@ -68,6 +69,8 @@ struct RecordOptions {
   bool restarts = false;
   /// Made and dropped between steps.
   bool snapshots = false;
+  /// With parameters of tier host beside others.
+  bool host = false;
 };
 
 /// `operation_count` operations of the workload `seed` on devices in memory that are almost full,

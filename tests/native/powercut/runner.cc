@@ -41,6 +41,9 @@ Runner::Runner(IoQueue& io, int wake_fd, VolumeSet set)
     workers_.reap();
     return Status::ok();
   });
+  bool has_gone_back = false;
+  store_->returns_to_snapshots().when_ended([&] { has_gone_back = true; });
+  until("jobs to go back to their snapshots", [&] { return has_gone_back; });
 }
 
 Runner::~Runner() {
@@ -207,14 +210,37 @@ Status Runner::drop(const std::string& job) {
   return *answer;
 }
 
-Status Runner::make_snapshot(const std::string& job, const std::string& name) {
+bool Runner::is_running(uint64_t job_id, const char* kind) const {
+  const std::vector<Activity> all = store_->reports().in_flight();
+  return std::any_of(all.begin(), all.end(), [&](const Activity& each) {
+    return each.job_id == job_id && each.kind == kind && each.waits_on.empty();
+  });
+}
+
+Status Runner::await(uint64_t job_id,
+                     const char* kind,
+                     const std::optional<Status>& answer,
+                     const std::function<void()>& written) {
+  bool is_told = false;
+  until(kind, [&] {
+    if (!is_told && !answer && is_running(job_id, kind)) {
+      is_told = true;
+      written();
+    }
+    return answer.has_value();
+  });
+  return *answer;
+}
+
+Status Runner::make_snapshot(const std::string& job,
+                             const std::string& name,
+                             const std::function<void()>& written) {
   const auto info = store_->reports().find_job(job);
   if (!info.is_ok()) return info.status();
   std::optional<Status> answer;
   store_->snapshots().create({.job_id = info.value().job_id, .name = name},
                              [&](const Result<SnapshotInfo>& made) { answer = made.status(); });
-  until("a snapshot", [&] { return answer.has_value(); });
-  return *answer;
+  return await(info.value().job_id, "snapshot", answer, written);
 }
 
 Status Runner::drop_snapshot(const std::string& job, const std::string& name) {
@@ -227,7 +253,9 @@ Status Runner::drop_snapshot(const std::string& job, const std::string& name) {
   return *answer;
 }
 
-Status Runner::restore(const std::string& job, const std::string& name) {
+Status Runner::restore(const std::string& job,
+                       const std::string& name,
+                       const std::function<void()>& written) {
   const auto info = store_->reports().find_job(job);
   if (!info.is_ok()) return info.status();
   std::vector<uint64_t> ended;
@@ -238,8 +266,7 @@ Status Runner::restore(const std::string& job, const std::string& name) {
   std::optional<Status> answer;
   store_->snapshots().restore(
       info.value().job_id, name, [&](const Result<SnapshotInfo>& made) { answer = made.status(); });
-  until("a restore", [&] { return answer.has_value(); });
-  return *answer;
+  return await(info.value().job_id, "restore", answer, written);
 }
 
 Status Runner::read_moments(uint64_t session, const ShardInfo& info, ShardState& into) {
@@ -290,6 +317,10 @@ SetState Runner::read_all() {
   for (const JobInfo& info : store_->reports().jobs()) {
     JobState job{.name = info.name, .step = info.committed_step, .shards = {}};
     const auto session = attach(info.name);
+    if (session.status().code() == StatusCode::integrity && info.host_tier_bytes != 0) {
+      state.push_back({.name = info.name});
+      continue;
+    }
     MEMD_CHECK(session.is_ok());
     const auto shards = store_->reports().shards(info.job_id);
     MEMD_CHECK(shards.is_ok());

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -57,10 +58,15 @@ class Runner {
                           const std::function<void()>& synced);
   Status remove(uint64_t session, const std::string& name);
   Status drop(const std::string& job);
-  Status make_snapshot(const std::string& job, const std::string& name);
+  /// `written`: the job's step is on disk, in all tiers, and that is all so far.
+  Status make_snapshot(const std::string& job,
+                       const std::string& name,
+                       const std::function<void()>& written);
   Status drop_snapshot(const std::string& job, const std::string& name);
-  /// Its session ends before.
-  Status restore(const std::string& job, const std::string& name);
+  /// Its session ends before. `written`: as of make_snapshot().
+  Status restore(const std::string& job,
+                 const std::string& name,
+                 const std::function<void()>& written);
 
   /// Everything, read as a client does: leases and moments. A bfloat16 shard's remainder, which
   /// nobody outside sees, is left out.
@@ -69,6 +75,12 @@ class Runner {
  private:
   void turn();
   void until(const char* what, const std::function<bool()>& holds);
+  /// The job's operation of that kind runs: the sync before it has ended.
+  bool is_running(uint64_t job_id, const char* kind) const;
+  Status await(uint64_t job_id,
+               const char* kind,
+               const std::optional<Status>& answer,
+               const std::function<void()>& written);
   std::pair<Status, LeaseGrant> lease(uint64_t session, uint32_t id, LeaseMode mode, Part part);
   void release(uint64_t session, const LeaseGrant& grant);
   ShardState read(uint64_t session, const ShardInfo& info);

@@ -189,6 +189,19 @@ JobState read_job(Reader& reader, const JobRecord& record) {
   return job;
 }
 
+/// A job with tier host goes back to a snapshot.
+JobState read_left(Reader& reader,
+                   const JobRecord& record,
+                   const std::vector<LoadedSnapshot>& snapshots) {
+  const JobRecord* last = nullptr;
+  for (const LoadedSnapshot& each : snapshots) {
+    if (each.entry.job.job_id == record.job_id && each.record != nullptr &&
+        each.entry.step < record.undurable_since)
+      last = each.record.get();
+  }
+  return last == nullptr ? JobState{.name = record.name} : read_job(reader, *last);
+}
+
 Status reserve_all(ExtentStore& extents, const JobRecord& job) {
   const auto reserve = [&](const ExtentRecord& extent) {
     return extent.exists() ? extents.reserve(extent) : Status::ok();
@@ -282,7 +295,8 @@ Recovered recover(IoQueue& io, VolumeSet set) {
     return out;
   }
   Reader reader(extents, turn);
-  for (const LoadedSnapshot& snapshot : commits.take_loaded_snapshots()) {
+  const std::vector<LoadedSnapshot> snapshots = commits.take_loaded_snapshots();
+  for (const LoadedSnapshot& snapshot : snapshots) {
     if (!snapshot.damage.is_ok()) {
       out.lost_snapshots.push_back(snapshot.entry.name);
       continue;
@@ -295,6 +309,10 @@ Recovered recover(IoQueue& io, VolumeSet set) {
     out.state.back().name = snapshot_state_name(snapshot.record->name, snapshot.entry.name);
   }
   for (const JobRecord& record : records.value()) {
+    if (record.undurable_since != 0) {
+      out.state.push_back(read_left(reader, record, snapshots));
+      continue;
+    }
     if (out.status = reserve_all(extents, record); !out.status.is_ok()) return out;
     out.state.push_back(read_job(reader, record));
   }

@@ -71,6 +71,8 @@ Workload::Workload(uint64_t seed, const WorkloadOptions& options) : seed_(seed),
   for (const char* name : {"c", "d"}) {
     specs_[name] = parameter(name, 200 + random() % 700, DType::bfloat16);
   }
+  if (!options.host) return;
+  for (const char* name : {"a", "c"}) specs_[name].tier = Tier::host;
 }
 
 Workload::Operation Workload::next() const {
@@ -121,6 +123,7 @@ Workload::Operation Workload::next() const {
 
 void Workload::apply(const Operation& operation) {
   const uint32_t seed = operation.seed;
+  const uint64_t step_before = step_;
   const auto byte_seed = [seed](uint32_t index) { return static_cast<uint8_t>(seed + index * 7); };
   ++operation_count_;
   if (operation.toggles_other) {
@@ -158,7 +161,11 @@ void Workload::apply(const Operation& operation) {
   }
   if (!operation.stepped.empty()) ++step_;
   if (!operation.makes_snapshot.empty()) {
-    Kept kept{.state = train_state(), .twins = twins_, .bytes = bytes_, .step = step_};
+    Kept kept{.state = train_state(),
+              .twins = twins_,
+              .bytes = bytes_,
+              .step = step_,
+              .order = operation_count_};
     kept.state.name = snapshot_state_name("train", operation.makes_snapshot);
     snapshots_[operation.makes_snapshot] = std::move(kept);
   }
@@ -169,14 +176,46 @@ void Workload::apply(const Operation& operation) {
     bytes_ = kept.bytes;
     step_ = kept.step;
   }
+  if (!operation.makes_snapshot.empty() || !operation.goes_back_to.empty()) {
+    undurable_since_ = 0;
+  } else if (options_.host && undurable_since_ == 0 && !operation.toggles_other &&
+             operation.drops_snapshot.empty()) {
+    undurable_since_ = step_before + 1;
+  }
+  expect();
+}
+
+void Workload::expect() {
   expected_.clear();
-  expected_.push_back(train_state());
+  expected_.push_back(train_left());
   for (const auto& [name, kept] : snapshots_) expected_.push_back(kept.state);
   if (!other_.empty()) {
     expected_.push_back(
         {.name = "other", .step = 0, .shards = {bytes_state("blob", ShardKind::blob, other_)}});
   }
   sort_by_name(expected_);
+}
+
+JobState Workload::train_left() const {
+  if (undurable_since_ == 0) return train_state();
+  const Kept* last = nullptr;
+  for (const auto& [name, kept] : snapshots_) {
+    if (kept.step < undurable_since_ && (last == nullptr || kept.order > last->order)) last = &kept;
+  }
+  JobState left = last == nullptr ? JobState{} : last->state;
+  left.name = "train";
+  return left;
+}
+
+std::optional<SetState> Workload::next_between() const {
+  const Operation operation = next();
+  const bool begins_with_sync =
+      !operation.makes_snapshot.empty() || !operation.goes_back_to.empty();
+  if (!options_.host || !begins_with_sync) return {};
+  Workload synced = *this;
+  synced.undurable_since_ = 0;
+  synced.expect();
+  return synced.expected_;
 }
 
 JobState Workload::train_state() const {
@@ -236,12 +275,13 @@ Status Workload::perform(const Operation& operation, Runner& runner, const Watch
     return status.is_ok() ? runner.sync(session.value()) : status;
   }
   if (!operation.makes_snapshot.empty()) {
-    return runner.make_snapshot("train", operation.makes_snapshot);
+    return runner.make_snapshot("train", operation.makes_snapshot, watch.written);
   }
   if (!operation.drops_snapshot.empty()) {
     return runner.drop_snapshot("train", operation.drops_snapshot);
   }
-  if (!operation.goes_back_to.empty()) return runner.restore("train", operation.goes_back_to);
+  if (!operation.goes_back_to.empty())
+    return runner.restore("train", operation.goes_back_to, watch.written);
   const auto attached = runner.attach("train");
   if (!attached.is_ok()) return attached.status();
   const uint64_t session = attached.value();

@@ -22,6 +22,8 @@ struct WorkloadOptions {
   bool early = false;
   /// Now and then a snapshot of "train" is made or dropped, or "train" goes back to one.
   bool snapshots = false;
+  /// "a" and "c" are of tier host: a power cut leaves of "train" its last snapshot, or nothing.
+  bool host = false;
 };
 
 /// Operations 1, 2, 3 … of a seed, each of which ends with a commit: steps over all parameters or
@@ -45,9 +47,13 @@ class Workload {
     SetState synced;
   };
   std::optional<Halves> next_halves() const;
+  /// While a snapshot of tier host is made or gone back to: the job's step is on disk, and that is
+  /// all so far.
+  std::optional<SetState> next_between() const;
   struct Watch {
     std::function<void()> stepped = [] {};
     std::function<void()> synced = [] {};
+    std::function<void()> written = [] {};  // next_between()
   };
 
   /// The next operation, on `runner` as well; returns when it is acknowledged. After an error it
@@ -61,7 +67,11 @@ class Workload {
   void apply(const Operation& operation);
   Status perform(const Operation& operation, Runner& runner, const Watch& watch) const;
   Status make_gradients(const Operation& operation, StepRequest& request, Runner& runner) const;
+  /// Fills in what there is.
+  void expect();
   JobState train_state() const;
+  /// A power cut leaves this of it.
+  JobState train_left() const;
 
   const uint64_t seed_;
   const WorkloadOptions options_;
@@ -76,8 +86,11 @@ class Workload {
     std::map<std::string, testing::Twin> twins;
     std::map<std::string, std::vector<uint8_t>> bytes;
     uint64_t step = 0;
+    uint64_t order = 0;
   };
   std::map<std::string, Kept> snapshots_;  // by name
+  // With tier host: what is on disk is no step since this one, or 0.
+  uint64_t undurable_since_ = 0;
   std::vector<uint8_t> other_;  // the blob of the job "other"; empty where there is no such job
   SetState expected_;
 };
