@@ -24,6 +24,7 @@ from memd.config import RELOADABLE, SettingsError, shown
 from memd.identity import CgroupIdentity, TokenIdentity, UidIdentity
 from memd.keeper import find_keeper
 from memd.metrics import DaemonCollector, MetricsServer
+from memd.page.overview import Overview
 from memd.peers import DESCRIPTORS_MAX, Peers
 from memd.refusal import Refused, StatusCode
 from memd.service.control import ControlServer
@@ -119,7 +120,10 @@ class Daemon:
             stack.callback(_unlink, settings.socket)
             if metrics is not None:
                 with self._told_of_metrics():
-                    metrics.start(DaemonCollector(server, peers=peers, gate=control.gate))
+                    metrics.start(
+                        DaemonCollector(server, peers=peers, gate=control.gate),
+                        page=Overview(server, is_ready=self._takes_work).html,
+                    )
                 stack.callback(metrics.stop)
             self._adopt(server, listener)
             listener.start()

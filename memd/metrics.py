@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from memd import __version__
+from memd.page.overview import POLICY
 from memd_native import (
     IO_SECONDS_BOUNDS,
     PROTOCOL_VERSION,
@@ -480,8 +481,8 @@ def _buckets(
 
 
 class MetricsServer:
-    """`/metrics`, `/healthz` (the process serves) and `/readyz` (it takes clients and commits).
-    Takes its port at once, and connections after start()."""
+    """`/metrics`, `/healthz` (the process serves), `/readyz` (it takes clients and commits), and a
+    page for people at `/`. Takes its port at once, and connections after start()."""
 
     def __init__(self, endpoint: str, *, is_ready: Callable[[], bool]) -> None:
         """OSError where nothing can listen there."""
@@ -499,8 +500,9 @@ class MetricsServer:
         text = host.decode() if isinstance(host, bytes) else str(host)
         return f"http://{f'[{text}]' if ':' in text else text}:{port}/metrics"
 
-    def start(self, collector: Collector) -> None:
+    def start(self, collector: Collector, *, page: Callable[[], str]) -> None:
         """OSError where another process listens there since."""
+        self._http.page = page
         self._registry.register(collector)
         self._http.server_activate()
         self._thread.start()
@@ -520,6 +522,7 @@ class _HttpServer(ThreadingHTTPServer):
         self, address: tuple[str, int], registry: CollectorRegistry, is_ready: Callable[[], bool]
     ) -> None:
         self.registry = registry
+        self.page: Callable[[], str] = str  # until start()
         self.is_ready = is_ready
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
@@ -554,16 +557,24 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/metrics":
             encode, content_type = choose_encoder(self.headers.get("Accept", ""))
             self._answer(200, encode(self.server.registry), content_type)
+        elif path == "/":
+            body = self.server.page().encode()
+            self._answer(200, body, "text/html; charset=utf-8", policy=POLICY)
         elif path == "/healthz":
             self._answer(200, b"serving\n")
         elif path == "/readyz":
             ready = self.server.is_ready()
             self._answer(200 if ready else 503, b"ready\n" if ready else b"not ready\n")
         else:
-            self._answer(404, b"there are /metrics, /healthz and /readyz\n")
+            self._answer(404, b"there are /, /metrics, /healthz and /readyz\n")
 
-    def _answer(self, status: int, body: bytes, content_type: str = "text/plain") -> None:
+    def _answer(
+        self, status: int, body: bytes, content_type: str = "text/plain", *, policy: str = ""
+    ) -> None:
         self.send_response(status)
+        if policy:
+            self.send_header("Content-Security-Policy", policy)
+            self.send_header("Cache-Control", "no-store")
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

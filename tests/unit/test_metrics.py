@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from memd.metrics import DaemonCollector, MetricsServer
+from memd.page.overview import Overview
 from memd.peers import Peers
 from memd.refusal import StatusCode
 from memd.service.call import Gate
@@ -47,7 +48,8 @@ def scraped() -> Iterator[Scraped]:
         "127.0.0.1:0",
         is_ready=lambda: readiness[0] and not server.statistics().fence_reason,
     )
-    metrics.start(collector)
+    overview = Overview(as_server(server), is_ready=lambda: readiness[0])
+    metrics.start(collector, page=overview.html)
     yield Scraped(server, metrics, readiness)
     metrics.stop()
 
@@ -190,5 +192,5 @@ def test_where_the_data_plane_does_not_answer_nothing_is_said_of_it(
 
 
 def test_another_path_is_told_what_there_is(scraped: Scraped) -> None:
-    assert scraped.get("/")[0] == 404
-    assert "/metrics, /healthz and /readyz" in scraped.get("/")[1]
+    assert scraped.get("/nowhere")[0] == 404
+    assert "/metrics, /healthz and /readyz" in scraped.get("/nowhere")[1]

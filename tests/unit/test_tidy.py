@@ -107,7 +107,7 @@ def repository_files() -> list[Path]:
 def our_texts() -> Iterator[tuple[Path, str]]:
     for path in repository_files():
         relative = path.relative_to(ROOT)
-        if not relative.as_posix().startswith(NOT_OURS):
+        if not relative.as_posix().startswith(NOT_OURS) and path.suffix != ".png":
             yield relative, path.read_text(encoding="utf-8")
 
 
