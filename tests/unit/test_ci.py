@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,29 @@ def test_the_command_of_the_readme_is_what_is_run() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert re.search(r"^make test +#", readme, re.MULTILINE)
     assert "for target in test lint test-more; do" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_device_tests_are_asked_for_alone() -> None:
+    """They are left out of every other run, so both targets have one for them."""
+    mixed = ("tests/device/test_clock.py", "tests/unit/test_ci.py")
+    answer = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", *mixed],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "run tests/device in a process of its own" in answer.stderr
+    # Without what a `make test` around this one was given.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    for target in ("test", "test-more"):
+        plan = subprocess.run(
+            ["make", "--dry-run", target],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environ,
+        )
+        assert len(re.findall(r"-m pytest tests/device ", plan.stdout)) == 1
