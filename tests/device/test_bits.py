@@ -97,14 +97,20 @@ def test_operators_whose_shapes_depend_on_data_make_the_host_wait(seed: int) -> 
     assert waits["aten::_local_scalar_dense"] == 1
 
 
-def test_two_times_the_same_memory_has_no_values_of_before() -> None:
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_memory_that_is_used_again_has_no_values_of_before(seed: int, is_idle: bool) -> None:
+    SIM.seed(seed)
     ones = torch.ones(64, device="sim")
-    torch.accelerator.synchronize()
+    twos = ones + ones
+    if is_idle:
+        torch.accelerator.synchronize()
     address = ones.data_ptr()
     del ones
     empty = torch.empty(64, device="sim")
     assert empty.data_ptr() == address
     assert empty.isnan().all()
+    assert twos.tolist() == [2.0] * 64
 
 
 def test_a_compiled_model_has_the_bits_of_the_eager_one() -> None:
