@@ -11,6 +11,7 @@
 # make tidy        clang-tidy (slow)
 # make house       methods, public data and files of each class, lengths of functions, and what breaks a limit
 # make regenerate  the committed protobuf code, type stub, docs/reference.md and the operator's copy of the alerts
+# make manual      man pages and shell completion in build/manual, laid out as /usr/share
 # make clean       what a build leaves behind; `make distclean` .venv too
 #
 # Each does all its set-up: see deploy/setup/setup.sh for PYTHON, TORCH and TORCH_INDEX.
@@ -18,7 +19,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-more conformance bench peers soak mutants sanitize lint format tidy house regenerate clean distclean
+.PHONY: help demo test test-more conformance bench peers soak mutants sanitize lint format tidy house regenerate manual clean distclean
 
 export PYTHON TORCH TORCH_INDEX
 
@@ -129,6 +130,10 @@ regenerate:
 	$(IN_VENV) python native/python/regenerate_stub.py
 	$(IN_VENV) python -m tests.unit.reference
 	$(IN_VENV) python -m tests.unit.prometheus_rule
+
+manual:
+	@$(SETUP) test
+	$(IN_VENV) python deploy/manual.py build/manual
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/bench/out

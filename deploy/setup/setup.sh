@@ -62,6 +62,7 @@ list_missing() {
     need git git --version
     need libgtest-dev has_header gtest/gtest.h
     need systemd systemd-analyze --version
+    need groff-base groff --version
     # Only root mounts file systems, and has sbin on its path.
     ((EUID != 0)) || need xfsprogs mkfs.xfs -V
   fi
