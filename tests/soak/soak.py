@@ -133,6 +133,7 @@ PARTS = (
         )
         for flag in ("", "--tracks")
     ),
+    Part("larger-than-memory", python("tests.soak.larger_than_memory"), "--millions", 750),
     Part("upgrades", python("tests.compat.upgrades"), "--count", 5),
     Part("power-cuts", POWER_CUTS, "--states", 1_000_000, ("--restarts", "1")),
     Part("power-cuts-early", POWER_CUTS, "--states", 200_000, ("--early", "1")),
