@@ -1,8 +1,6 @@
 #include "arena/pool.h"
 
-#include <linux/magic.h>
 #include <sys/stat.h>
-#include <sys/vfs.h>
 
 #include <algorithm>
 #include <charconv>
@@ -76,11 +74,6 @@ uint64_t segment_id_of(const std::string& name) {
   const char* end = name.data() + name.size();
   const auto [stopped, failure] = std::from_chars(name.data() + kSegmentPrefix.size(), end, id);
   return failure == std::errc() && stopped == end ? id : 0;
-}
-
-bool has_huge_pages(const Segment& segment) {
-  struct statfs status{};
-  return ::fstatfs(segment.fd(), &status) == 0 && status.f_type == HUGETLBFS_MAGIC;
 }
 
 /// 0 where it can't be told.
@@ -179,7 +172,7 @@ Status Pool::adopt(KeptDescriptors& kept) {
       const Status locked = note_lock(segment.value(), segment.value().lock());
       if (!locked.is_ok()) return locked;
     }
-    if (!has_huge_pages(segment.value())) report_.page_bytes = 4_KiB;
+    if (!segment.value().has_huge_pages()) report_.page_bytes = 4_KiB;
     const uint64_t id = segment.value().id();
     kept_.emplace(id, std::move(segment).value());
     report_.bytes += segment_bytes;

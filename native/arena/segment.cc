@@ -1,10 +1,12 @@
 #include "arena/segment.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <linux/memfd.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -36,6 +38,7 @@ constexpr char kName[] = "memd";
 constexpr mode_t kModeClean = S_IRUSR | S_IWUSR;
 constexpr mode_t kModeUsed = S_IRUSR;
 constexpr mode_t kModeGivenUp = 0;
+constexpr mode_t kModeGathered = S_ISVTX;  // beside one of the first two
 
 constexpr uint64_t kHugePageBytes = 2_MiB;
 
@@ -91,6 +94,17 @@ bool gather(std::byte* data, uint64_t bytes) {
   return ::madvise(data, bytes, MADV_COLLAPSE) == 0;
 }
 
+/// After some runs were gathered and some were not: a segment has pages of one kind.
+void drop_pages(int fd, uint64_t bytes) {
+  // Refused where there is nothing to drop.
+  (void)::fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, static_cast<off_t>(bytes));
+}
+
+bool is_on_hugetlbfs(int fd) {
+  struct statfs status{};
+  return ::fstatfs(fd, &status) == 0 && status.f_type == HUGETLBFS_MAGIC;
+}
+
 Status touch(std::byte* data, uint64_t bytes) {
   int result = 0;
   do {
@@ -127,8 +141,12 @@ Result<Segment> Segment::create(const Options& options) {
   Result<std::byte*> data = map_aligned(fd.value().get(), options.bytes);
   if (!data.is_ok()) return data.status();
   Segment segment(std::move(fd.value()), new_id(), data.value(), options.bytes);
-  if (options.gathered && !options.huge_pages)
+  segment.has_huge_pages_ = options.huge_pages;
+  if (options.gathered && !options.huge_pages) {
     segment.is_gathered_ = gather(segment.data_, segment.bytes_);
+    if (!segment.is_gathered_) drop_pages(segment.fd_.get(), segment.bytes_);
+    segment.note_mode();
+  }
   if (Status touched = touch(segment.data_, segment.bytes_); !touched.is_ok()) return touched;
   return segment;
 }
@@ -150,7 +168,7 @@ Result<Segment> Segment::adopt(OwnedFd fd, uint64_t id, uint64_t bytes) {
                  ", its seals are ",
                  seals);
   }
-  const mode_t mode = status.st_mode & ALLPERMS;
+  const mode_t mode = status.st_mode & ALLPERMS & ~kModeGathered;
   if (mode != kModeClean && mode != kModeUsed) {
     return error(StatusCode::not_found, "segment ", id, " was given up by the daemon before");
   }
@@ -158,6 +176,8 @@ Result<Segment> Segment::adopt(OwnedFd fd, uint64_t id, uint64_t bytes) {
   if (!data.is_ok()) return data.status();
   Segment segment(std::move(fd), id, data.value(), bytes);
   segment.is_used_ = mode == kModeUsed;
+  segment.is_gathered_ = (status.st_mode & kModeGathered) != 0;
+  segment.has_huge_pages_ = is_on_hugetlbfs(segment.fd_.get());
   // Here, at the start, and not one by one while jobs wait.
   if (Status touched = touch(segment.data_, segment.bytes_); !touched.is_ok()) return touched;
   return segment;
@@ -165,8 +185,13 @@ Result<Segment> Segment::adopt(OwnedFd fd, uint64_t id, uint64_t bytes) {
 
 void Segment::mark_used() {
   if (is_used_) return;
-  MEMD_CHECK_EQ(::fchmod(fd_.get(), kModeUsed), 0);
   is_used_ = true;
+  note_mode();
+}
+
+void Segment::note_mode() {
+  const mode_t mode = (is_used_ ? kModeUsed : kModeClean) | (is_gathered_ ? kModeGathered : 0);
+  MEMD_CHECK_EQ(::fchmod(fd_.get(), mode), 0);
 }
 
 void Segment::mark_given_up() { MEMD_CHECK_EQ(::fchmod(fd_.get(), kModeGivenUp), 0); }
@@ -178,7 +203,8 @@ Segment::Segment(Segment&& other) noexcept
       bytes_(std::exchange(other.bytes_, 0)),
       locked_(std::exchange(other.locked_, false)),
       is_used_(std::exchange(other.is_used_, false)),
-      is_gathered_(std::exchange(other.is_gathered_, false)) {}
+      is_gathered_(std::exchange(other.is_gathered_, false)),
+      has_huge_pages_(std::exchange(other.has_huge_pages_, false)) {}
 
 Segment& Segment::operator=(Segment&& other) noexcept {
   if (this == &other) return *this;
@@ -190,6 +216,7 @@ Segment& Segment::operator=(Segment&& other) noexcept {
   locked_ = std::exchange(other.locked_, false);
   is_used_ = std::exchange(other.is_used_, false);
   is_gathered_ = std::exchange(other.is_gathered_, false);
+  has_huge_pages_ = std::exchange(other.has_huge_pages_, false);
   return *this;
 }
 

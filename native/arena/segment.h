@@ -51,6 +51,8 @@ class Segment {
   /// Before a job gets it: from now on it is no clean one, whatever becomes of the daemon.
   void mark_used();
   bool is_gathered() const { return is_gathered_; }
+  /// Reserved ones.
+  bool has_huge_pages() const { return has_huge_pages_; }
   bool is_used() const { return is_used_; }
   /// Nobody adopts it from now on, whoever still has its descriptor. It goes on working: who leases
   /// from it may outlive the job.
@@ -75,6 +77,7 @@ class Segment {
   Segment(OwnedFd fd, uint64_t id, std::byte* data, uint64_t bytes)
       : fd_(std::move(fd)), id_(id), data_(data), bytes_(bytes) {}
   void unmap();
+  void note_mode();
 
   OwnedFd fd_;
   uint64_t id_ = 0;
@@ -83,6 +86,7 @@ class Segment {
   bool locked_ = false;
   bool is_used_ = false;
   bool is_gathered_ = false;
+  bool has_huge_pages_ = false;
 };
 
 }  // namespace memd

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <fstream>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "released_memory.h"
 #include "store_fixture.h"
@@ -31,6 +33,25 @@ class AddressLimit {
  private:
   rlimit before_{};
 };
+
+TEST(JobMemoryTest, small_pages_alone_are_registered_with_the_kernel) {
+  for (const bool is_gathered : {false, true}) {
+    std::vector<Segment> segments;
+    for (uint64_t i = 0; i < JobMemory::segment_count_min(kSegmentBytes) + 2; ++i) {
+      auto made = Segment::create({.bytes = kSegmentBytes, .gathered = is_gathered});
+      ASSERT_TRUE(made.is_ok()) << made.status().message();
+      if (made.value().is_gathered() != is_gathered)
+        GTEST_SKIP() << "this kernel gathers no pages (Linux 6.1)";
+      segments.push_back(std::move(made).value());
+    }
+    DiskQueue io(std::make_shared<MemoryDisk>(kDiskBytes), {});
+    const auto memory = JobMemory::create(segments, kSegmentBytes, io, nullptr);
+    ASSERT_TRUE(memory.is_ok()) << memory.status().message();
+    while (memory.value()->grow_arena() || memory.value()->grow_private()) {
+    }
+    EXPECT_EQ(io.memory_bytes, is_gathered ? 0 : memory.value()->bytes());
+  }
+}
 
 TEST(HostMemoryTest, segments_that_cannot_be_mapped_are_replaced_by_who_asked_and_used_again) {
   constexpr uint64_t kSegments = kFloorSegments + 64;

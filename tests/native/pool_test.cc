@@ -118,6 +118,11 @@ TEST(Segment, gathered_pages_are_zeros_and_come_back_small_where_a_hole_was_punc
   EXPECT_EQ(segment.data()[100_KiB], std::byte{1});
   Segment moved = std::move(segment);
   EXPECT_TRUE(moved.is_gathered());
+  moved.mark_used();
+  const auto next = Segment::adopt(OwnedFd(::dup(moved.fd())), moved.id(), moved.bytes());
+  ASSERT_TRUE(next.is_ok()) << next.status().message();
+  EXPECT_TRUE(next.value().is_gathered()) << "the next daemon knows";
+  EXPECT_TRUE(next.value().is_used());
 }
 
 TEST(Pool, gathers_for_as_long_as_it_is_told_and_hands_those_out_first) {

@@ -46,8 +46,8 @@ class DiskQueue final : public IoQueue {
   uint16_t add_device(OwnedFd, std::string path) override {
     return queue_.add_disk(disk_, std::move(path));
   }
-  void add_memory(std::span<std::byte> memory) override { queue_.add_memory(memory); }
-  void remove_memory(std::span<std::byte> memory) override { queue_.remove_memory(memory); }
+  void add_memory(std::span<std::byte> memory) override { memory_bytes += memory.size(); }
+  void remove_memory(std::span<std::byte>) override {}
   void set_limits(uint16_t device, const IoPathLimits& limits) override {
     queue_.set_limits(device, limits);
   }
@@ -82,6 +82,7 @@ class DiskQueue final : public IoQueue {
   }
 
   MemoryQueue& memory() { return queue_; }
+  uint64_t memory_bytes = 0;  // that were added, of removed ones too
   std::vector<Operation> operations;
   std::function<void(const Operation&)> before_submit;
   std::function<void(JobId job, uint64_t bytes)> after_transfer;
