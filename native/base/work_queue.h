@@ -30,7 +30,7 @@ class WorkQueue {
   struct Work {
     WorkOrder order;
     std::function<void()> work;
-    std::function<void()> done;
+    std::function<void()> done;  // may be empty
   };
 
   void set_weight(JobId job, JobWeight weight) { turns_.set_weight(job, weight); }

@@ -10,7 +10,6 @@
 
 #include "base/bulk_bytes.h"
 #include "base/check.h"
-#include "base/join.h"
 #include "base/threads.h"
 
 namespace memd {
@@ -36,6 +35,15 @@ void Workers::set_weight(JobId job, JobWeight weight) {
   waiting_.set_weight(job, weight);
 }
 
+struct Workers::Pieces {
+  const JobId job;
+  const uint64_t bytes;
+  const std::function<void(uint64_t, uint64_t)> piece;
+  std::function<void()> done;
+  uint64_t added_bytes = 0;
+  uint64_t open_count = 0;  // added, and not ended
+};
+
 void Workers::submit(WorkOrder order, std::function<void()> work, std::function<void()> done) {
   ++open_count_;
   {
@@ -49,18 +57,40 @@ void Workers::submit_pieces(JobId job,
                             uint64_t bytes,
                             std::function<void(uint64_t, uint64_t)> piece,
                             std::function<void()> done) {
-  const auto work = std::make_shared<std::function<void(uint64_t, uint64_t)>>(std::move(piece));
-  const auto join = Join::start([done = std::move(done)](const Status&) { done(); });
-  uint64_t offset = 0;
-  do {
-    const uint64_t part = std::min(kPieceBytes, bytes - offset);
-    submit(
-        {.job = job, .bytes = 2 * part, .kind = WorkKind::bytes},
-        [work, offset, part] { (*work)(offset, part); },
-        [finished = join->branch()] { finished(Status::ok()); });
-    offset += part;
-  } while (offset < bytes);
-  join->finish(Status::ok());
+  if (bytes == 0) return submit({.job = job, .kind = WorkKind::bytes}, [] {}, std::move(done));
+  ++open_count_;
+  const auto pieces = std::make_shared<Pieces>(
+      Pieces{.job = job, .bytes = bytes, .piece = std::move(piece), .done = std::move(done)});
+  // One for each thread, and one behind them.
+  for (uint64_t i = 0; i <= threads_.size(); ++i) add_piece(pieces);
+}
+
+void Workers::add_piece(const std::shared_ptr<Pieces>& pieces) {
+  {
+    const std::lock_guard lock(mutex_);
+    const uint64_t offset = pieces->added_bytes;
+    const uint64_t part = std::min(kPieceBytes, pieces->bytes - offset);
+    if (part == 0) return;
+    pieces->added_bytes += part;
+    ++pieces->open_count;
+    waiting_.add({.order = {.job = pieces->job, .bytes = 2 * part, .kind = WorkKind::bytes},
+                  .work =
+                      [this, pieces, offset, part] {
+                        pieces->piece(offset, part);
+                        end_piece(pieces);
+                      },
+                  .done = {}});
+  }
+  available_.notify_one();
+}
+
+void Workers::end_piece(const std::shared_ptr<Pieces>& pieces) {
+  add_piece(pieces);
+  {
+    const std::lock_guard lock(mutex_);
+    if (--pieces->open_count > 0) return;
+  }
+  finish(std::move(pieces->done));
 }
 
 size_t Workers::reap() {
@@ -90,7 +120,7 @@ std::optional<WorkOrder> Workers::run_next() {
   }
   if (!work) return std::nullopt;
   const WorkOrder order = work->order;
-  finish(*std::move(work));
+  do_work(*std::move(work));
   return order;
 }
 
@@ -103,18 +133,22 @@ void Workers::run() {
       work = waiting_.take();
     }
     if (!work) return;
-    finish(*std::move(work));
+    do_work(*std::move(work));
   }
 }
 
-void Workers::finish(WorkQueue::Work work) {
+void Workers::do_work(WorkQueue::Work work) {
   {
     const WorkerBytes any_number;
     work.work();
   }
+  if (work.done) finish(std::move(work.done));
+}
+
+void Workers::finish(std::function<void()> done) {
   {
     const std::lock_guard lock(mutex_);
-    finished_.push_back(std::move(work.done));
+    finished_.push_back(std::move(done));
   }
   const uint64_t one = 1;
   MEMD_CHECK_EQ(write(wake_fd_, &one, sizeof(one)), static_cast<ssize_t>(sizeof(one)));

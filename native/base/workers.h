@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -39,7 +40,8 @@ class Workers {
   void set_weight(JobId job, JobWeight weight);
   void submit(WorkOrder order, std::function<void()> work, std::function<void()> done);
   /// `piece` of each part of `bytes`, on any of the threads, as one part at a time does not keep
-  /// other jobs waiting; `done` once, after the last. `bytes` may be 0.
+  /// other jobs waiting; `done` once, after the last. `bytes` may be 0. It costs the same for any
+  /// number of parts: few wait at a time, and who has done one lets the next one wait.
   void submit_pieces(JobId job,
                      uint64_t bytes,
                      std::function<void(uint64_t offset, uint64_t bytes)> piece,
@@ -56,9 +58,15 @@ class Workers {
  private:
   // Some 100 µs of a copy.
   static constexpr uint64_t kPieceBytes = 1_MiB;
+  /// Parts of some bytes that wait or are being done.
+  struct Pieces;
 
   void run();
-  void finish(WorkQueue::Work work);
+  /// The first that is not there yet, if any is left.
+  void add_piece(const std::shared_ptr<Pieces>& pieces);
+  void end_piece(const std::shared_ptr<Pieces>& pieces);
+  void do_work(WorkQueue::Work work);
+  void finish(std::function<void()> done);
 
   const int wake_fd_;
   TurnBudget* const turn_;

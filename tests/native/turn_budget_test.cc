@@ -5,6 +5,7 @@
 #include <sys/eventfd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <numeric>
@@ -145,6 +146,50 @@ TEST(TurnBudgetTest, finished_work_that_a_turn_has_no_time_for_comes_next_in_its
     EXPECT_EQ(turn.is_cut(), done.size() < kPieces);
   }
   EXPECT_EQ(done.size(), kPieces);
+}
+
+TEST(TurnBudgetTest, bytes_of_any_number_are_one_thing_to_be_reaped) {
+  const OwnedFd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  for (const uint64_t bytes : {uint64_t{0}, uint64_t{1}, 1_MiB, 1_MiB + 1, 700_MiB + 5}) {
+    Workers workers(Workers::ByHand{}, wake.get());
+    uint64_t end_bytes = 0;
+    size_t done_count = 0;
+    workers.submit_pieces(
+        JobId{1},
+        bytes,
+        [&](uint64_t offset, uint64_t part) {
+          EXPECT_EQ(offset, end_bytes);
+          end_bytes += part;
+          EXPECT_EQ(workers.reap(), 0u) << "not all is done";
+        },
+        [&] { ++done_count; });
+    EXPECT_EQ(workers.open_count(), 1u);
+    while (workers.run_next()) {
+    }
+    EXPECT_EQ(end_bytes, bytes);
+    EXPECT_EQ(workers.reap(), 1u);
+    EXPECT_EQ(done_count, 1u);
+  }
+}
+
+TEST(TurnBudgetTest, threads_share_the_parts_of_some_bytes_and_one_says_that_all_are_done) {
+  const OwnedFd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  Workers workers(3, wake.get());
+  ASSERT_TRUE(workers.status().is_ok());
+  constexpr size_t kParts = 100;
+  for (int round = 0; round < 20; ++round) {
+    std::vector<std::atomic<uint32_t>> seen(kParts);
+    size_t done_count = 0;
+    workers.submit_pieces(
+        JobId{1},
+        kParts * 1_MiB,
+        [&](uint64_t offset, uint64_t) { ++seen[offset / 1_MiB]; },
+        [&] { ++done_count; });
+    while (done_count == 0) workers.reap();
+    EXPECT_TRUE(std::ranges::all_of(seen, [](const auto& count) { return count == 1; }));
+    EXPECT_EQ(workers.reap(), 0u);
+    EXPECT_EQ(workers.open_count(), 0u);
+  }
 }
 
 TEST(TurnBudgetTest, a_turn_ends_behind_the_part_in_which_its_time_ran_out) {
