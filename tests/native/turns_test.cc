@@ -314,7 +314,12 @@ TEST(TurnsTest, a_sync_begins_few_writes_a_turn_and_commits_what_was_there_when_
     const uint64_t session = heart.attach(heart.open("job"));
     const uint64_t other = heart.attach(heart.job(session).job_id());
     const auto ids = heart.declare(session, blobs(kBlobs, 100));
-    for (uint32_t i = 0; i < kBlobs; ++i) heart.write(session, ids[i], bytes_of(i, 0));
+    std::vector<Held> held;
+    for (const uint32_t id : ids) held.push_back(heart.lease(session, id, LeaseMode::overwrite));
+    for (uint32_t i = 0; i < kBlobs; ++i) {
+      std::ranges::copy(bytes_of(i, 0), reinterpret_cast<uint8_t*>(held[i].grant.data));
+      heart.release(held[i]);
+    }
     std::optional<Status> synced;
     heart.store().operations().sync(
         session, [&](const Status& status, const StepReport&) { synced = status; });
@@ -361,6 +366,21 @@ TEST(TurnsTest, a_sync_begins_few_writes_a_turn_and_commits_what_was_there_when_
     ASSERT_TRUE(id.has_value());
     ASSERT_EQ(next.read<uint8_t>(session, *id), bytes_of(i, 0)) << i;
   }
+}
+
+TEST(TurnsTest, overwrites_that_are_over_take_their_place_as_others_begin) {
+  constexpr uint32_t kBlobs = 100;
+  Heart heart(std::make_shared<MemoryDisk>(kDiskBytes), HeartOptions{});
+  const uint64_t session = heart.attach(heart.open("job"));
+  const auto ids = heart.declare(session, blobs(kBlobs, 100));
+  const Residencies& residencies = heart.job(session).cache().residencies();
+  for (const uint32_t id : ids) {
+    heart.write(session, id, std::vector<uint8_t>(100, 1));
+    // The beginning of a sync, and the end of a session, look at each of them.
+    ASSERT_LE(residencies.pending_ids().size(), 1U);
+  }
+  EXPECT_EQ(heart.read<uint8_t>(session, ids.back()), std::vector<uint8_t>(100, 1));
+  EXPECT_TRUE(residencies.pending_ids().empty());
 }
 
 TEST(TurnsTest, a_parameter_that_a_sync_has_yet_to_write_is_not_written_to) {

@@ -7,6 +7,12 @@
 #include "base/failpoint.h"
 
 namespace memd {
+namespace {
+
+// More than one for each that begins, so that those that are over do not add up.
+constexpr size_t kSettledBesideMax = 2;
+
+}  // namespace
 
 void Residencies::move(Entry& entry, Residency from, Residency to) {
   const bool stays = to == Residency::clean || to == Residency::dirty;
@@ -78,6 +84,8 @@ std::unique_ptr<Slot> Residencies::take_slot(Entry& entry) {
 }
 
 void Residencies::set_pending(Entry& entry, std::unique_ptr<Slot> slot) {
+  // A commit looks at each that is left.
+  settle_pending(kSettledBesideMax);
   entry.begin_pending(std::move(slot));
   pending_ids_.insert(entry.id());
 }
@@ -116,10 +124,11 @@ void Residencies::settle_pending(size_t count_max) {
   for (size_t count = std::min(count_max, pending_ids_.size()); count > 0; --count) {
     auto at = pending_ids_.lower_bound(next_pending_id_);
     if (at == pending_ids_.end()) at = pending_ids_.begin();
-    next_pending_id_ = *at + 1;
-    Entry* const entry = parts_.entries[*at];
+    const uint32_t id = *at;
+    next_pending_id_ = id + 1;
+    Entry* const entry = parts_.entries[id];
     if (entry != nullptr) settle_pending(*entry);
-    if (entry == nullptr || entry->pending() == nullptr) pending_ids_.erase(at);
+    if (entry == nullptr || entry->pending() == nullptr) pending_ids_.erase(id);
   }
 }
 
@@ -141,6 +150,7 @@ void Residencies::settle_pending(Entry& entry) {
   MEMD_FAILPOINT("blob.before_swap");
   parts_.table.withdraw(entry);
   std::unique_ptr<Slot> old = entry.settle_pending();
+  pending_ids_.erase(entry.id());
   // In one store the new bytes are the entry's; only then does the old slot go.
   parts_.slots.note_as(entry, Residency::dirty);
   MEMD_FAILPOINT("ledger.pending_settled");
