@@ -1,5 +1,6 @@
 #include "server/server_thread.h"
 
+#include <malloc.h>
 #include <pthread.h>
 #include <sys/epoll.h>
 
@@ -37,6 +38,11 @@ Status ServerThread::start() {
   if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, engine_->wake_fd(), &event) != 0) {
     return device_error(errno, "epoll_ctl");
   }
+#ifdef M_MXFAST
+  // One call of malloc joins all chunks of the fast bins: 1 ms after 20,000 blobs. Without them
+  // each chunk is joined as it is freed.
+  MEMD_CHECK_EQ(mallopt(M_MXFAST, 0), 1);
+#endif
   // If there is no reserve, requests are refused one by one.
   [[maybe_unused]] const bool is_whole = has_reserve();
   auto thread = start_thread([this] { run(); });

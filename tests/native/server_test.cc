@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <poll.h>
 
 #include <atomic>
@@ -288,6 +289,19 @@ TEST_F(ServerTest, clients_in_many_threads_read_what_each_of_them_put) {
   for (auto& thread : threads) thread.join();
   EXPECT_EQ(jobs().at(0).lease_count, 0u);
   EXPECT_GT(statistics().jobs.at(0).counters.spilled_bytes, 0u) << "18 MiB in 12";
+}
+
+TEST_F(ServerTest, no_freed_memory_waits_to_be_joined_in_one_turn) {
+  const auto waiting_bytes = [] {
+    std::vector<void*> chunks(1000);
+    for (void*& chunk : chunks) chunk = std::malloc(48);
+    for (void* chunk : chunks) std::free(chunk);
+    return mallinfo2().fsmblks;
+  };
+  mallopt(M_MXFAST, 128);  // as it is without a server
+  if (waiting_bytes() == 0) GTEST_SKIP() << "this allocator has no fast bins";
+  start();
+  EXPECT_EQ(waiting_bytes(), 0u);
 }
 
 TEST_F(ServerTest, a_session_that_ends_counts_no_lease_of_another_one) {
