@@ -33,7 +33,8 @@ def findings(settings: Settings, connect: Callable[[], DaemonClient]) -> Iterato
         return
     except Refused as refused:
         if refused.code is not StatusCode.UNAVAILABLE:
-            yield obstacle("daemon", str(refused), "use the same memd for both")
+            cure = "do what the daemon says; its log has the refusal too"
+            yield obstacle("daemon", str(refused), cure)
             return
     yield note(
         "daemon",

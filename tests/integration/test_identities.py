@@ -130,6 +130,8 @@ def test_who_shows_no_good_token_is_refused(
     with pytest.raises(memd_client.PermissionDenied, match="set MEMD_TOKEN_FILE to its path"):
         memd_client.connect(daemon.address, job="gpt")
     assert "set MEMD_TOKEN_FILE to its path" in memd(daemon, "job", "list", status=1)
+    assert "set MEMD_TOKEN_FILE to its path" in memd(daemon, "doctor", status=1)
+    assert memd(daemon, "status", "--probe") == "ready\n", "a probe has no identity"
     forged = tmp_path / "forged"
     forged.write_text(Issuer(tmp_path / "other.json").token("system:serviceaccount:ops:admin"))
     said = memd(daemon, "job", "list", token=forged, status=1)
