@@ -80,6 +80,7 @@ def begun(
     ) as process:
         try:
             if pieces != NEVER:
+                assert has_begun(process), process.communicate()
                 assert process.stdout is not None
                 assert process.stdout.readline() == "stands still\n", process.communicate()
             yield process
@@ -120,12 +121,10 @@ def wait_for(path: Path) -> None:
         time.sleep(0.002)
 
 
-def wait_until_written(path: Path) -> None:
-    """The command has made its files, or is done."""
-    end = time.monotonic() + TIMEOUT_S
-    while not path.exists() and not (partial_of(path) / "files" / "model.safetensors").exists():
-        assert time.monotonic() < end
-        time.sleep(0.002)
+def has_begun(process: subprocess.Popen[str]) -> bool:
+    """Waits until the command is about to write, or has ended."""
+    assert process.stdout is not None
+    return process.stdout.readline() == "begun\n"
 
 
 def kill_commands(daemon: Daemon, folder: Path, *, count: int, seed: int) -> Counter[str]:
@@ -137,7 +136,7 @@ def kill_commands(daemon: Daemon, folder: Path, *, count: int, seed: int) -> Cou
     seen: Counter[str] = Counter()
     for _ in range(count):
         with begun(daemon, path, pace_s=PACE_S) as process:
-            wait_until_written(path)
+            assert has_begun(process), process.communicate()
             time.sleep(moments.uniform(0, MOMENTS_S_MAX))
             process.kill()
             process.wait(TIMEOUT_S)
@@ -163,7 +162,7 @@ def kill_daemons(restarts: Restarts, folder: Path, *, count: int, seed: int) -> 
     seen: Counter[str] = Counter()
     for _ in range(count):
         with begun(restarts.daemon, path, pace_s=PACE_S) as process:
-            wait_until_written(path)
+            assert has_begun(process), process.communicate()
             time.sleep(moments.uniform(0, LARGE_MOMENTS_S_MAX))
             restarts.kill()
             assert not path.exists() or bytes_of(path) == wanted
