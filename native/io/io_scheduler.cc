@@ -57,6 +57,8 @@ void IoScheduler::add(TransferPointer transfer) {
     path.scrubs.push_back(std::move(transfer));
     return;
   }
+  path.scrub_in_flight_max = 1;
+  path.scrub_alone_count = 0;
   const JobId job = transfer->request.job;
   add_to(path.lines[job], std::move(transfer));
   path.turns.want(job);
@@ -109,7 +111,7 @@ IoScheduler::TransferPointer IoScheduler::next(const Refuse& refuse) {
 IoScheduler::TransferPointer IoScheduler::next_of(Path& path, const Refuse& refuse) {
   TransferPointer found = next_of_jobs(path, refuse);
   while (!path.scrubs.empty() && refuse(path.scrubs.front())) path.scrubs.pop_front();
-  if (path.scrubs.empty()) return found;
+  if (path.scrubs.empty() || path.scrub_in_flight_count >= path.scrub_in_flight_max) return found;
   return found == nullptr || is_turn_of_scrub(path, *found) ? path.scrubs.front() : found;
 }
 
@@ -175,6 +177,7 @@ void IoScheduler::started(const TransferPointer& transfer, uint64_t bytes) {
     if (transfer->is_all_started()) path.scrubs.pop_front();
     path.passed_scrub_bytes = 0;
     path.scrub_gave_way = false;
+    ++path.scrub_in_flight_count;
     return;
   }
   const auto priority = static_cast<size_t>(request.priority);
@@ -194,7 +197,14 @@ void IoScheduler::finished(const IoRequest& request, uint64_t bytes) {
   Path& path = paths_.at(request.device);
   MEMD_CHECK_GT(path.in_flight_count, 0U);
   --path.in_flight_count;
-  if (is_scrub(request)) return;
+  if (is_scrub(request)) {
+    --path.scrub_in_flight_count;
+    if (path.lines.empty() && ++path.scrub_alone_count >= path.scrub_in_flight_max) {
+      path.scrub_in_flight_max = std::min(path.scrub_in_flight_max + 1, path.limits.depth);
+      path.scrub_alone_count = 0;
+    }
+    return;
+  }
   const auto line = path.lines.find(request.job);
   MEMD_CHECK(line != path.lines.end() && line->second.in_flight_count > 0);
   --line->second.in_flight_count;

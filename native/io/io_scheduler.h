@@ -43,7 +43,8 @@ struct Transfer {
 /// what the job gets, and all of it where no other class waits (self-clocked fair queueing). A
 /// demanded request that finds no other one of its job waiting is the job's next. Within a class
 /// the order is that of submission. Scrub is below all jobs, and moves where nobody else does, and
-/// one byte in kScrubStride.
+/// one byte in kScrubStride. It has one chunk in flight, and more the longer nobody else wants the
+/// path: a job that pauses between two transfers finds little in its way when it goes on.
 ///
 /// A pick costs the same however many requests and jobs wait, added up over many.
 class IoScheduler {
@@ -109,6 +110,9 @@ class IoScheduler {
     std::deque<TransferPointer> scrubs;
     uint64_t passed_scrub_bytes = 0;  // by jobs, while a scrub waits
     bool scrub_gave_way = false;      // to a demanded chunk, when it was its turn
+    uint32_t scrub_in_flight_count = 0;
+    uint32_t scrub_in_flight_max = 1;  // one more each time so many have ended that no job met
+    uint32_t scrub_alone_count = 0;    // that have ended since it grew
   };
 
   static void add_to(Line& line, TransferPointer transfer);

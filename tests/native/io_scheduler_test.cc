@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -84,6 +85,45 @@ TEST_F(Share, of_a_path_that_all_want_every_class_moves_and_demand_gets_most) {
   EXPECT_NEAR(share(IoPriority::state), 0.0263, 0.002);
   EXPECT_NEAR(share(IoPriority::writeback), 0.0263, 0.002);
   EXPECT_NEAR(share(IoPriority::scrub), 0.0016, 0.0005);
+}
+
+TEST_F(Share, scrub_has_more_in_flight_the_longer_nobody_else_wants_the_path) {
+  IoScheduler scheduler;
+  scheduler.add_path({.depth = 8, .chunk_bytes = 1_MiB});
+  for (int i = 0; i < 200; ++i) add(scheduler, IoPriority::scrub, 1_MiB);
+  std::deque<IoScheduler::TransferPointer> in_flight;
+  const auto start_all = [&] {
+    while (const auto next = scheduler.next([](const auto&) { return false; })) {
+      next->started = true;
+      next->started_bytes = 1_MiB;
+      scheduler.started(next, 1_MiB);
+      in_flight.push_back(next);
+    }
+    return in_flight.size();
+  };
+  const auto finish_one = [&] {
+    scheduler.finished(in_flight.front()->request, 1_MiB);
+    in_flight.pop_front();
+  };
+  std::vector<size_t> counts{start_all()};
+  while (counts.back() < 8 && counts.size() < 100) {
+    finish_one();
+    counts.push_back(start_all());
+  }
+  EXPECT_EQ(counts.front(), 1u);
+  EXPECT_EQ(counts.back(), 8u);
+  EXPECT_EQ(counts.size(), 1u + 1 + 2 + 3 + 4 + 5 + 6 + 7) << "that many ended at each depth";
+  finish_one();
+  add(scheduler, IoPriority::demand, 1_MiB);
+  EXPECT_EQ(start_all(), 8u);
+  EXPECT_EQ(in_flight.back()->request.priority, IoPriority::demand);
+  // Nothing new gets in the job's way while it has something there, and then one at a time.
+  while (in_flight.size() > 1) {
+    finish_one();
+    EXPECT_LE(start_all(), 8u - 1);
+  }
+  while (in_flight.front()->request.priority == IoPriority::demand) finish_one();
+  EXPECT_EQ(start_all(), 1u);
 }
 
 TEST_F(Share, state_and_writeback_get_the_same_of_what_demand_leaves) {
