@@ -34,6 +34,10 @@ from memd_client.init import init
 from memd_client.load_safetensors import load_safetensors
 from memd_client.offload import offload
 from memd_client.optimizer import Adam, AdamW
+from memd_client.optimizer_safetensors import (
+    load_optimizer_safetensors,
+    save_optimizer_safetensors,
+)
 from memd_client.save_safetensors import save_safetensors
 from memd_client.session import Session
 from memd_client.tile_linears import tile_linears
@@ -65,8 +69,10 @@ __all__ = [
     "from_deepspeed",
     "gather",
     "init",
+    "load_optimizer_safetensors",
     "load_safetensors",
     "offload",
+    "save_optimizer_safetensors",
     "save_safetensors",
     "tile_linears",
 ]

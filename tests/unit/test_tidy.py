@@ -68,7 +68,8 @@ CLIENT_LAYERS = (
     "errors",
     *(f"{package}.{name}" for package, names in CLIENT_PACKAGES.items() for name in names),
     *("tracked", "session", "tile_linears", "offload", "init", "optimizer", "gather", "connect"),
-    *("deepspeed", "load_safetensors", "save_safetensors", "checkpoint", "__init__"),
+    *("deepspeed", "load_safetensors", "save_safetensors", "optimizer_safetensors"),
+    *("checkpoint", "__init__"),
     *(f"integrations.{name}" for name in CLIENT_INTEGRATIONS),
 )
 METHODS_MAX = 40
