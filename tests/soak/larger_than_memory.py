@@ -82,6 +82,11 @@ def memory_bytes(shape: GPTShape) -> int:
     return FIXED_BYTES + 18 * 4 * shape.module_elements_max
 
 
+def volume_bytes(shape: GPTShape) -> int:
+    """A volume has records of its own beside what a job may have."""
+    return nvme_bytes(shape) * 51 // 50 + 128 * MIB
+
+
 def peak_bytes_max(shape: GPTShape) -> int:
     """What a trainer may hold, beyond an interpreter with torch."""
     module_bytes = 4 * shape.module_elements_max
@@ -131,7 +136,7 @@ def run(millions: int, memory: int | None) -> dict[str, Any]:
         running_daemon(
             before=before,
             host=f"{host_bytes(shape)}B",
-            nvme=f"{nvme_bytes(shape) + 128 * MIB}B",
+            nvme=f"{volume_bytes(shape)}B",
         ) as daemon,
     ):
         folder = Path(name)

@@ -48,7 +48,7 @@ def state_bytes(shape: GPTShape) -> int:
 
 def nvme_bytes(shape: GPTShape) -> int:
     """A job of durability "none", gradients that the host has no room for, and a margin."""
-    return COPIES * state_bytes(shape) + 5 * shape.parameter_count + (256 << 20)
+    return COPIES * state_bytes(shape) + 4 * shape.parameter_count + (256 << 20)
 
 
 def host_bytes(shape: GPTShape) -> int:
