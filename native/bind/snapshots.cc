@@ -15,7 +15,7 @@
 #include "bind/bind.h"
 #include "ring/shared_memory.h"
 #include "server/server.h"
-#include "store/snapshot_contents.h"
+#include "store/snapshot/snapshot_contents.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

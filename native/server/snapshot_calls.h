@@ -7,7 +7,7 @@
 
 #include "base/status.h"
 #include "server/server_thread.h"
-#include "store/job_snapshots.h"
+#include "store/snapshot/job_snapshots.h"
 
 namespace memd {
 

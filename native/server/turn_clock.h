@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "base/turn_phases.h"
-#include "store/statistics.h"
+#include "store/job/statistics.h"
 
 namespace memd {
 

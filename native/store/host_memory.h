@@ -9,9 +9,9 @@
 #include "arena/segment.h"
 #include "base/status.h"
 #include "store/dropped_memory.h"
+#include "store/job/store_parts.h"
 #include "store/journal/ledger.h"
 #include "store/state/kept_memory.h"
-#include "store/store_parts.h"
 
 namespace memd {
 

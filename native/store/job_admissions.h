@@ -9,8 +9,8 @@
 #include "base/status.h"
 #include "store/format/durability.h"
 #include "store/host_memory.h"
-#include "store/job_operations.h"
-#include "store/store_parts.h"
+#include "store/job/job_operations.h"
+#include "store/job/store_parts.h"
 #include "store/store_reports.h"
 
 namespace memd {

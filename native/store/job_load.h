@@ -10,13 +10,13 @@
 #include "base/status.h"
 #include "store/format/catalogue.h"
 #include "store/host_memory.h"
+#include "store/job/job_operations.h"
+#include "store/job/store_parts.h"
 #include "store/job_admissions.h"
-#include "store/job_operations.h"
 #include "store/journal/keepsakes.h"
 #include "store/journal/ledger.h"
 #include "store/recovery/remembered_job.h"
 #include "store/space/snapshots.h"
-#include "store/store_parts.h"
 
 namespace memd {
 

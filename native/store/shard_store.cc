@@ -14,7 +14,7 @@
 #include "base/memory_reserve.h"
 #include "base/units.h"
 #include "store/job_load.h"
-#include "store/job_replacement.h"
+#include "store/snapshot/job_replacement.h"
 
 namespace memd {
 namespace {

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "base/status.h"
-#include "store/snapshot_readings.h"
-#include "store/statistics.h"
+#include "store/job/statistics.h"
+#include "store/job/store_parts.h"
+#include "store/snapshot/snapshot_readings.h"
 #include "store/step/step_parts.h"
-#include "store/store_parts.h"
 #include "store/verify/live_check.h"
 #include "store/verify/scrub.h"
 

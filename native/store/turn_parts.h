@@ -7,7 +7,7 @@
 #include "base/turn_budget.h"
 #include "base/turn_circle.h"
 #include "base/turn_phases.h"
-#include "store/jobs.h"
+#include "store/job/jobs.h"
 #include "store/space/commit.h"
 #include "store/space/extent_store.h"
 #include "store/verify/live_check.h"

@@ -1,4 +1,4 @@
-#include "store/job.h"
+#include "store/job/job.h"
 
 #include <gtest/gtest.h>
 

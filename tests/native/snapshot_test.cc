@@ -7,8 +7,8 @@
 #include <tuple>
 
 #include "base/bulk_bytes.h"
-#include "store/snapshot_contents.h"
-#include "store/snapshot_readings.h"
+#include "store/snapshot/snapshot_contents.h"
+#include "store/snapshot/snapshot_readings.h"
 #include "store_fixture.h"
 
 namespace memd {

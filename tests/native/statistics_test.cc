@@ -1,4 +1,4 @@
-#include "store/statistics.h"
+#include "store/job/statistics.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "optim/adam_variants.h"
-#include "store/job.h"
+#include "store/job/job.h"
 
 namespace memd::testing {
 

@@ -20,7 +20,10 @@ CLIENT = ROOT / "client" / "memd_client"
 # A folder may include only from itself and from those before it.
 NATIVE_LAYERS = ("base", "arena", "ring", "io", "optim", "plan", "store", "server", "bench", "bind")
 # The same for the owners of state within store/.
-STORE_LAYERS = ("format", "space", "journal", "cache", "state", "step", "recovery", "verify")
+STORE_LAYERS = (
+    *("format", "space", "journal", "cache", "state", "step", "recovery", "verify"),
+    *("job", "snapshot"),
+)
 # Packages of the client, and what lies beside them. A module may import only those before it, for
 # type checking too. The root holds what users call, and imports no integration.
 CLIENT_PACKAGES = {

@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "base/status.h"
-#include "store/job_operations.h"
-#include "store/snapshot_readings.h"
+#include "store/job/job_operations.h"
+#include "store/job/statistics.h"
+#include "store/job/store_parts.h"
+#include "store/snapshot/snapshot_readings.h"
 #include "store/space/snapshots.h"
-#include "store/statistics.h"
-#include "store/store_parts.h"
 
 namespace memd {
 

@@ -14,11 +14,11 @@
 #include "base/status.h"
 #include "ring/shared_memory.h"
 #include "store/format/catalogue.h"
-#include "store/snapshot_contents.h"
+#include "store/job/statistics.h"
+#include "store/job/store_parts.h"
+#include "store/snapshot/snapshot_contents.h"
 #include "store/space/snapshots.h"
-#include "store/statistics.h"
 #include "store/step/activity.h"
-#include "store/store_parts.h"
 
 namespace memd {
 

@@ -4,9 +4,9 @@
 #include <functional>
 #include <memory>
 
-#include "store/job.h"
-#include "store/job_operations.h"
-#include "store/store_parts.h"
+#include "store/job/job.h"
+#include "store/job/job_operations.h"
+#include "store/job/store_parts.h"
 
 namespace memd {
 

@@ -1,4 +1,4 @@
-#include "store/snapshot_readings.h"
+#include "store/snapshot/snapshot_readings.h"
 
 #include <algorithm>
 #include <utility>

@@ -6,13 +6,13 @@
 #include <optional>
 #include <vector>
 
-#include "store/gradients.h"
+#include "store/job/gradients.h"
+#include "store/job/store_parts.h"
 #include "store/journal/step_request.h"
 #include "store/state/moments.h"
 #include "store/step/operations.h"
 #include "store/step/step.h"
 #include "store/step/step_gate.h"
-#include "store/store_parts.h"
 
 namespace memd {
 

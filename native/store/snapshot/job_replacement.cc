@@ -1,4 +1,4 @@
-#include "store/job_replacement.h"
+#include "store/snapshot/job_replacement.h"
 
 #include <algorithm>
 #include <cstdint>

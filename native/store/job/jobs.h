@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "store/job.h"
+#include "store/job/job.h"
 #include "store/verify/extent_walk.h"
 
 namespace memd {

@@ -1,4 +1,4 @@
-#include "store/job_snapshots.h"
+#include "store/snapshot/job_snapshots.h"
 
 #include <algorithm>
 #include <span>
@@ -8,7 +8,7 @@
 #include "base/failpoint.h"
 #include "base/free_on_worker.h"
 #include "store/format/block_bytes.h"
-#include "store/job_replacement.h"
+#include "store/snapshot/job_replacement.h"
 
 namespace memd {
 namespace {

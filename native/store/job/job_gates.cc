@@ -1,4 +1,4 @@
-#include "store/job_gates.h"
+#include "store/job/job_gates.h"
 
 #include "base/bulk_bytes.h"
 

@@ -1,4 +1,4 @@
-#include "store/snapshot_contents.h"
+#include "store/snapshot/snapshot_contents.h"
 
 #include <algorithm>
 #include <utility>

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "store/cache/lease_gates.h"
-#include "store/job.h"
+#include "store/job/job.h"
 
 namespace memd {
 

@@ -1,4 +1,4 @@
-#include "store/gradients.h"
+#include "store/job/gradients.h"
 
 #include <algorithm>
 

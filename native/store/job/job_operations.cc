@@ -1,8 +1,8 @@
-#include "store/job_operations.h"
+#include "store/job/job_operations.h"
 
 #include <utility>
 
-#include "store/job_gates.h"
+#include "store/job/job_gates.h"
 
 namespace memd {
 

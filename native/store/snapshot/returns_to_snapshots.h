@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "store/job_snapshots.h"
+#include "store/job/store_parts.h"
+#include "store/snapshot/job_snapshots.h"
 #include "store/space/snapshots.h"
-#include "store/store_parts.h"
 
 namespace memd {
 

@@ -1,4 +1,4 @@
-#include "store/jobs.h"
+#include "store/job/jobs.h"
 
 #include <utility>
 

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "base/status.h"
+#include "store/job/store_parts.h"
 #include "store/journal/step_request.h"
-#include "store/store_parts.h"
 
 namespace memd {
 

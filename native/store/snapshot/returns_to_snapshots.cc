@@ -1,4 +1,4 @@
-#include "store/returns_to_snapshots.h"
+#include "store/snapshot/returns_to_snapshots.h"
 
 #include <utility>
 
