@@ -252,6 +252,36 @@ TEST_F(BesideTest, what_a_writer_adds_while_others_spill_is_there_after_a_fetch)
   EXPECT_EQ(heart.read<float>(session, ids[0]), late);
 }
 
+TEST_F(BesideTest, room_for_the_next_overwrite_is_written_back_while_a_client_fills_this_one) {
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job", 2));
+  const auto ids = heart.declare(
+      session, {bytes_shard("a", 2_MiB), bytes_shard("b", 2_MiB), bytes_shard("c", 2_MiB)});
+  heart.write(session, ids[0], pattern(2_MiB, 1));
+  heart.write(session, ids[1], pattern(2_MiB, 2));
+  const Entry& b = *heart.job(session).shards().find_entry(ids[1], Part::value);
+  const Held filled = heart.lease(session, ids[2], LeaseMode::overwrite);  // a makes room
+  ASSERT_TRUE(filled.is_ok()) << filled.status.message();
+  EXPECT_TRUE(heart.until([&] { return b.residency() == Residency::clean; }));
+  EXPECT_EQ(heart.job(session).cache().counters().spilled_bytes, 4_MiB);
+  const auto last = pattern(2_MiB, 3);
+  std::copy(last.begin(), last.end(), filled.as<uint8_t>().begin());
+  heart.release(filled);
+  EXPECT_EQ(heart.read<uint8_t>(session, ids[0]), pattern(2_MiB, 1));
+  EXPECT_EQ(heart.read<uint8_t>(session, ids[1]), pattern(2_MiB, 2));
+  EXPECT_EQ(heart.read<uint8_t>(session, ids[2]), last);
+}
+
+TEST_F(BesideTest, nothing_is_written_back_ahead_while_there_is_room_for_the_next_overwrite) {
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job", 4));
+  const auto ids = heart.declare(session, {bytes_shard("a", 2_MiB), bytes_shard("b", 2_MiB)});
+  heart.write(session, ids[0], pattern(2_MiB, 1));
+  heart.write(session, ids[1], pattern(2_MiB, 2));
+  heart.write(session, ids[0], pattern(2_MiB, 3));
+  EXPECT_EQ(heart.job(session).cache().counters().spilled_bytes, 0u);
+}
+
 class UndoTest : public BesideTest {
  protected:
   UndoTest() {

@@ -436,6 +436,9 @@ void Leases::reply_granted(const Try& asked, Slot& slot) {
   MEMD_FAILPOINT("ledger.grant_not_told");
   waiter.grant(grant);
   if (is_noted) parts_.ledger->end_grant();
+  // Values and blobs that are written one after the other. A step's gradients are updated soon.
+  const bool is_large = request.part == Part::value && entry.bytes() >= kBlobExtentBytes;
+  if (request.mode == LeaseMode::overwrite && is_large) room_.write_ahead(entry.bytes());
 }
 
 void Leases::release_service(const LeaseGrant& grant, bool discard) {

@@ -240,6 +240,25 @@ std::vector<Entry*> Room::choose_to_spill(uint64_t bytes) {
   return victims;
 }
 
+bool Room::has_ready(uint64_t bytes) {
+  const Arena& arena = parts_.memory->arena();
+  if (arena.capacity_bytes() < parts_.memory->arena_bytes_max()) return true;
+  if (arena.largest_free_bytes() >= bytes) return true;
+  uint64_t ready_bytes = parts_.residencies.draining_bytes();
+  size_t count = 0;
+  parts_.policy.in_order(EvictionPrice::clean, [&](uint32_t entry_id, uint64_t) {
+    const Entry& entry = *parts_.shards.entry(entry_id);
+    if (may_go(entry)) ready_bytes += entry.bytes();
+    ++looked_at_count_;
+    return ready_bytes < bytes && ++count < kLookedAtMax;
+  });
+  return ready_bytes >= bytes;
+}
+
+void Room::write_ahead(uint64_t bytes) {
+  if (!parts_.gates.is_operating() && !has_ready(bytes)) spill(bytes);
+}
+
 void Room::spill(uint64_t bytes) {
   // A finished overwrite takes the place of what was there before either is written back.
   parts_.residencies.settle_pending(kLookedAtMax);

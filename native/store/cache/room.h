@@ -42,6 +42,11 @@ class Room {
   /// The same for who does not come again: nothing goes unless all of it goes in this call.
   bool evict_at_once_for(const EvictionWish& wish);
 
+  /// An overwrite of so many bytes was granted, and the next one will need room as well: while a
+  /// client fills this one, dirty bytes are written back for it. Nothing is where as much is free,
+  /// clean or on its way.
+  void write_ahead(uint64_t bytes);
+
   /// Clients give pins back without a request. Looks at entries that were leased when they were to
   /// go, at most kLookedAtMax in a turn and all before the server thread sleeps, and wakes whoever
   /// waits for room where one of them is leased no more.
@@ -74,6 +79,8 @@ class Room {
   /// The private side's last segment becomes the arena's, at once or, with `may_flush`, once what
   /// lies there alone is on disk.
   bool shrink_private(bool may_flush);
+  /// Whether `bytes` are free, may be evicted, or are being written back.
+  bool has_ready(uint64_t bytes);
   void spill(uint64_t bytes);
   /// Looks at kLookedAtMax entries at most; the next call goes on behind them.
   std::vector<Entry*> choose_to_spill(uint64_t bytes);
