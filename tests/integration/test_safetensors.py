@@ -443,6 +443,30 @@ def test_a_quota_without_room_for_both_values_is_named_and_nothing_changes(
         assert_same(model.state_dict(), build(1).state_dict())
 
 
+def test_a_quota_that_the_state_fills_says_what_a_load_takes(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    """Though not even the first blob of a load finds room."""
+    built = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(2)))
+    path = saved(built, tmp_path / "a.safetensors")
+    state_bytes = sum(12 * parameter.numel() for parameter in built.parameters())
+    catalogue_bytes = 8192
+    quota_bytes = 2 * state_bytes + catalogue_bytes
+    with fresh(daemon, "full", host_bytes="24MiB", nvme_bytes=quota_bytes) as session:
+        model = memd_client.offload(built, session)
+        optimizer = memd_client.AdamW(model.parameters())
+        terms = (
+            r"a load keeps .* takes 16 MiB of nvme_bytes more = 8 MiB \(parameters and buffers\) "
+            r"\+ 8 MiB \(the old values of one commit\)"
+        )
+        with pytest.raises(memd_client.CapacityError, match=terms):
+            memd_client.load_safetensors(model, path, session)
+        assert staged_names(session) == []
+        model(torch.ones(1, 1024)).sum().backward()
+        optimizer.step()
+        session.commit(wait=True)
+
+
 def test_values_that_count_and_are_not_in_place_are_put_there_by_the_next_session(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,14 @@ from memd_client.base.sizes import TILE_ELEMENTS, format_size
 from memd_client.connection.shard import MAXIMUM, MOMENTS, Shard, shard_spec
 from memd_client.core.leases import MODE_OVERWRITE, MODE_READ
 from memd_client.core.tensor_streams import MomentPart
-from memd_client.errors import DeadlineExceeded, InvalidArgument, MemdError, UnknownName, retold
+from memd_client.errors import (
+    CapacityError,
+    DeadlineExceeded,
+    InvalidArgument,
+    MemdError,
+    UnknownName,
+    retold,
+)
 from memd_proto.v1 import session_pb2, types_pb2
 
 if TYPE_CHECKING:
@@ -129,14 +136,23 @@ class StagedValues:
             return [shard for shard in self._store.shards.list_all() if not _is_staged(shard)]
 
     @contextmanager
-    def turn(self, take: Taking) -> Iterator[None]:
+    def turn(self, take: Taking, wanted: Sequence[StagedValue] = ()) -> Iterator[None]:
         """Inside, no other session stages values. Those that one which was killed has staged are
         given to `take`, or forgotten, before.
 
+        Args:
+            wanted: what will be staged, for messages.
+
         Raises:
             DeadlineExceeded: another session has the turn for too long.
+            CapacityError: the job's disk quota has no room for anything.
         """
-        held = [self._take_turn()]
+        try:
+            held = [self._take_turn()]
+        except CapacityError as error:
+            if not wanted:
+                raise
+            raise _with_terms(error, wanted, maxima_bytes=0) from error
         try:
             self.settle(take)
             yield
@@ -181,29 +197,12 @@ class StagedValues:
                 ones. Nothing has changed.
         """
         values = [value for value in wanted if value.name]
-        value_sizes = [value.size_bytes for value in values if value.moments is None]
-        moment_bytes = sum(value.size_bytes for value in values if value.moments is not None)
-        # The job's quota holds moments twice anyway, for steps.
-        room_bytes = max(min(_COMMIT_BYTES, sum(value_sizes)), max(value_sizes, default=0))
         specs = [_blob(value.name, value.size_bytes) for value in values]
-        specs += _room(_ROOM, room_bytes) + _room(_MAXIMA_ROOM, maxima_bytes)
+        specs += _room(_ROOM, _replaced_bytes(values)) + _room(_MAXIMA_ROOM, maxima_bytes)
         try:
             declared = self._store.shards.declare(specs)
         except MemdError as error:
-            terms = {
-                "parameters and buffers": sum(value_sizes),
-                "moments": moment_bytes,
-                "the old values of one commit": room_bytes,
-                "maxima that the job has not": maxima_bytes,
-            }
-            raise retold(
-                error,
-                f"{error}; a load keeps the new values beside the old ones until all are there, "
-                f"which takes {format_size(sum(terms.values()))} of nvme_bytes more = "
-                + " + ".join(
-                    f"{format_size(size)} ({what})" for what, size in terms.items() if size
-                ),
-            ) from error
+            raise _with_terms(error, values, maxima_bytes=maxima_bytes) from error
         for index, shard in enumerate(declared[: len(values)]):
             safe_point()
             fill(index, self._lease(Shard.of(shard), MODE_OVERWRITE))
@@ -331,6 +330,32 @@ def split_moments(shard: Shard, update_count: int, *, has_maximum: bool) -> Iter
 def staged_name(index: int) -> str:
     """The blob with this number."""
     return f"{STAGED_PREFIX}{index}"
+
+
+def _replaced_bytes(values: Iterable[StagedValue]) -> int:
+    """Disk space for what one commit replaces. The job's quota holds moments twice anyway, for
+    steps."""
+    sizes = [value.size_bytes for value in values if value.name and value.moments is None]
+    return max(min(_COMMIT_BYTES, sum(sizes)), max(sizes, default=0))
+
+
+def _with_terms(error: MemdError, values: Sequence[StagedValue], *, maxima_bytes: int) -> MemdError:
+    """`error`, a refusal of the daemon, and what a load of `values` takes."""
+    terms = {
+        "parameters and buffers": sum(each.size_bytes for each in values if each.moments is None),
+        "moments": sum(each.size_bytes for each in values if each.moments is not None),
+        "the old values of one commit": _replaced_bytes(values),
+        "maxima that the job has not": maxima_bytes,
+    }
+    total_bytes = sum(terms.values())
+    if not total_bytes:
+        return retold(error, str(error))
+    listed = " + ".join(f"{format_size(size)} ({what})" for what, size in terms.items() if size)
+    return retold(
+        error,
+        f"{error}; a load keeps the new values beside the old ones until all are there, which "
+        f"takes {format_size(total_bytes)} of nvme_bytes more = {listed}",
+    )
 
 
 def _room(prefix: str, size_bytes: int) -> list[types_pb2.ShardSpec]:

@@ -74,9 +74,9 @@ def replace_all(
     def take(value: StagedValue, shard: Shard | None, data: torch.Tensor) -> None:
         places.take(value, shard, data, staged)
 
-    with passing_bytes() as passing, staged.turn(take):
+    whole = [*values, *pieces.staged]
+    with passing_bytes() as passing, staged.turn(take, whole):
         staged.refuse_company()
-        whole = [*values, *pieces.staged]
         staged.stage(whole, fill_staged, maxima_bytes=_maxima_bytes(moments, transaction))
         places.expect(values, [targets[index] for index in stored])
         transaction.moments.read_of(
