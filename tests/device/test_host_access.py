@@ -5,12 +5,17 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.device.simulation import SIM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 SIZE = 1024
@@ -94,3 +99,40 @@ def test_registered_memory_is_pinned_where_it_lies() -> None:
     assert not host.is_pinned()
     with pytest.raises(RuntimeError, match="no registered range begins at this address"):
         SIM.unpin(host.data_ptr())
+
+
+@pytest.fixture
+def in_two_ranges() -> Iterator[torch.Tensor]:
+    """Memory that is registered in two pieces."""
+    host = torch.zeros(2 * SIZE)
+    halves = host.split(SIZE)
+    for half in halves:
+        SIM.pin(half.data_ptr(), half.nbytes)
+    yield host
+    torch.accelerator.synchronize()
+    for half in halves:
+        SIM.unpin(half.data_ptr())
+
+
+def test_a_copy_across_two_registered_ranges_is_refused(in_two_ranges: torch.Tensor) -> None:
+    there = torch.ones(2 * SIZE, device="sim")
+    for copy in (partial(in_two_ranges.copy_, there), partial(there.copy_, in_two_ranges)):
+        with pytest.raises(
+            RuntimeError, match="crosses the end of a registered range: it begins 0"
+        ):
+            copy()
+    for half, other in zip(in_two_ranges.split(SIZE), there.split(SIZE), strict=True):
+        half.copy_(other)
+    assert in_two_ranges.tolist() == [1.0] * (2 * SIZE)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_the_host_touches_each_range_that_its_bytes_meet(
+    in_two_ranges: torch.Tensor, half: int
+) -> None:
+    copied = in_two_ranges.split(SIZE)[half]
+    there = copied.to("sim", non_blocking=True)
+    SIM.host_touches(in_two_ranges, writes=False)
+    with pytest.raises(RuntimeError, match=r"race: the host .* writes bytes that copy to device"):
+        SIM.host_touches(in_two_ranges, writes=True)
+    assert there.tolist() == [0.0] * SIZE

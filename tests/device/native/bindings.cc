@@ -24,7 +24,10 @@ void install() {
 }
 
 void host_touches(int64_t address, int64_t bytes, bool writes) {
-  machine().host_touches({at_address(address), at_address(address) + bytes, writes});
+  auto locked = machine().lock();
+  for (const auto& part :
+       pinned().parts({at_address(address), at_address(address) + bytes, writes}))
+    machine().host_touches(part);
 }
 
 void set_copy_speed(int64_t bytes_per_second) {

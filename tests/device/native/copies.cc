@@ -39,10 +39,19 @@ void copy_across(const at::Tensor& from, const at::Tensor& to) {
   machine().block(arrives, machine().mark(leaves));
 }
 
+/// Whether the device itself copies, in its own time. CUDA too refuses what crosses a range's end.
 bool is_direct(const at::Tensor& host, const at::Tensor& other) {
-  return pinned().find(host.data_ptr()) && host.is_non_overlapping_and_dense() &&
-         host.dtype() == other.dtype() && host.sizes() == other.sizes() &&
-         host.strides() == other.strides();
+  const auto* range = pinned().find(host.data_ptr());
+  bool is_plain = host.is_non_overlapping_and_dense() && host.dtype() == other.dtype() &&
+                  host.sizes() == other.sizes() && host.strides() == other.strides();
+  if (!range || !is_plain) return false;
+  TORCH_CHECK(pinned().find(span_of(host, false).end - 1) == range,
+              "a copy crosses the end of a registered range: it begins ",
+              static_cast<const char*>(host.data_ptr()) - range,
+              " bytes into the range and is ",
+              host.nbytes(),
+              " bytes long");
+  return true;
 }
 
 at::Tensor borrowed(const at::Tensor& host) {

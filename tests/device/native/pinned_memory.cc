@@ -45,6 +45,15 @@ const char* PinnedMemory::find(const void* address) {
   return std::prev(next)->first;
 }
 
+std::vector<Span> PinnedMemory::parts(const Span& span) {
+  auto locked = machine().lock();
+  std::vector<Span> found;
+  for (const auto& [begin, end] : ends_)
+    if (begin < span.end && span.begin < end)
+      found.push_back({std::max(begin, span.begin), std::min(end, span.end), span.is_written});
+  return found.empty() ? std::vector{span} : found;
+}
+
 void PinnedMemory::release(void* context) {
   auto locked = machine().lock();
   auto* address = static_cast<char*>(context);

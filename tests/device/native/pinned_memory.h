@@ -23,6 +23,8 @@ class PinnedMemory final : public c10::Allocator {
   void unpin(const char* address);
   /// The beginning of the range that holds `address`, or none.
   const char* find(const void* address);
+  /// The parts of the span that lie in one range each; the span itself where it meets none.
+  std::vector<Span> parts(const Span& span);
 
  private:
   static void release(void* address);
