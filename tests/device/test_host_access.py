@@ -78,6 +78,18 @@ def test_a_strided_copy_from_pinned_memory_is_a_read_of_the_host(seed: int) -> N
     assert host[::2].to("sim").tolist() == [1.0] * (SIZE // 2)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_strided_copy_to_pinned_memory_is_a_write_of_the_host(seed: int) -> None:
+    SIM.seed(seed)
+    host = torch.zeros(SIZE).pin_memory()
+    there = host.to("sim", non_blocking=True)
+    with pytest.raises(RuntimeError, match="race: the host"):
+        host[::2].copy_(there[::2])
+    torch.accelerator.synchronize()
+    host[::2].copy_(there[::2] + 1)
+    assert host.tolist() == [1.0, 0.0] * (SIZE // 2)
+
+
 def test_pinned_memory_stays_until_its_copies_are_over() -> None:
     for seed in range(20):
         SIM.seed(seed)

@@ -88,3 +88,45 @@ def test_parts_of_one_allocation_do_not_race() -> None:
         whole[4:].fill_(3)
     side.synchronize()
     assert whole.tolist() == [2.0] * 4 + [3.0] * 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_memory_that_a_stream_still_uses_is_taken_back_before_a_refusal(seed: int) -> None:
+    """The allocator waits for the stream; the program has not."""
+    SIM.seed(seed)
+    side, made = torch.Stream(device="sim"), torch.Event(device="sim")
+    host = torch.zeros(256).pin_memory()
+    with SIM.limit(torch.accelerator.memory_allocated() + 1024):
+        first = torch.ones(256, device="sim")
+        made.record()
+        side.wait_event(made)
+        with side:
+            host.copy_(first, non_blocking=True)
+        first.record_stream(side)
+        del first
+        assert torch.full((256,), 2.0, device="sim").tolist() == [2.0] * 256
+        with pytest.raises(RuntimeError, match="race: the host"):
+            SIM.host_touches(host, writes=False)
+    assert host.tolist() == [1.0] * 256
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_host_that_waited_orders_what_it_queues_next(seed: int) -> None:
+    SIM.seed(seed)
+    side = torch.Stream(device="sim")
+    with side:
+        there = ONES.pin_memory().to("sim", non_blocking=True)
+    side.synchronize()
+    assert torch.equal((there + there).cpu(), RESULT)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_event_that_was_seen_to_be_over_orders_the_host(seed: int) -> None:
+    SIM.seed(seed)
+    host, copied = torch.zeros(len(ONES)).pin_memory(), torch.Event(device="sim")
+    host.copy_(ONES.to("sim"), non_blocking=True)
+    copied.record()
+    while not copied.query():
+        pass
+    SIM.host_touches(host, writes=True)
+    assert torch.equal(host, ONES)
