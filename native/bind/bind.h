@@ -32,6 +32,8 @@ void bind_ring(nanobind::module_& module);
 void bind_server(nanobind::module_& module);
 /// The calls of Server that read snapshots for exports, and their records.
 void bind_snapshot_readings(nanobind::module_& module, nanobind::class_<Server>& server);
+/// The calls of Server for ranks that train a job together.
+void bind_ranks(nanobind::module_& module, nanobind::class_<Server>& server);
 /// Functions that work on volumes without a daemon.
 void bind_check(nanobind::module_& module);
 /// Measurements of `memd bench`.

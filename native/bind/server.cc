@@ -697,13 +697,17 @@ void bind_state(nb::class_<Server>& server) {
              const std::vector<std::pair<uint32_t, uint32_t>>& staged_buffers,
              uint64_t step,
              uint64_t call,
+             const std::vector<std::pair<uint64_t, uint64_t>>& other_ranks,
              double timeout_s) {
+            std::vector<StepCall> others;
+            for (const auto& [other_id, other_call] : other_ranks)
+              others.push_back({.session_id = other_id, .call = other_call});
             StepRequest request{.session_id = session_id,
                                 .groups = step_groups(groups),
                                 .staged_buffers = staged_buffers,
                                 .step = step,
                                 .call = call};
-            return unlocked([&] { return self.step(request, timeout_s); });
+            return unlocked([&] { return self.step(request, others, timeout_s); });
           },
           "session_id"_a,
           "groups"_a,
@@ -711,7 +715,9 @@ void bind_state(nb::class_<Server>& server) {
           "staged_buffers"_a = std::vector<std::pair<uint32_t, uint32_t>>{},
           "step"_a = 0,
           "call"_a = 0,
-          "timeout_s"_a)
+          "other_ranks"_a = std::vector<std::pair<uint64_t, uint64_t>>{},
+          "timeout_s"_a,
+          "`other_ranks`: session id and call of each that closes the same step.")
       .def(
           "expect_step",
           [](Server& self,
@@ -887,6 +893,7 @@ void bind_server(nb::module_& module) {
   bind_state(server);
   bind_operation(server);
   bind_snapshot_readings(module, server);
+  bind_ranks(module, server);
 }
 
 }  // namespace memd

@@ -295,12 +295,15 @@ Result<std::pair<std::vector<ShardInfo>, bool>> Server::declare(
       });
 }
 
-Result<StepReport> Server::step(const StepRequest& request, double timeout_s) {
+Result<StepReport> Server::step(const StepRequest& request,
+                                const std::vector<StepCall>& others,
+                                double timeout_s) {
   return thread_->ask_for_more<StepReport>(
-      timeout_s, "the step", [this, request](const auto& reply) {
-        store().operations().step(request, [reply](const Status& status, const StepReport& report) {
-          reply(value_or(status, report));
-        });
+      timeout_s, "the step", [this, request, others](const auto& reply) {
+        store().operations().step(
+            request, others, [reply](const Status& status, const StepReport& report) {
+              reply(value_or(status, report));
+            });
       });
 }
 

@@ -13,6 +13,7 @@
 #include "base/owned_fd.h"
 #include "base/status.h"
 #include "server/engine.h"
+#include "server/rank_calls.h"
 #include "server/server_thread.h"
 #include "server/snapshot_calls.h"
 #include "store/shard_store.h"
@@ -79,6 +80,7 @@ class Server : public std::enable_shared_from_this<Server> {
   Result<ShardInfo> find_shard(uint64_t job_id, const std::string& name);
   Status drop_job(uint64_t job_id, bool force);
   SnapshotCalls snapshots() { return SnapshotCalls(*thread_); }
+  RankCalls ranks() { return RankCalls(*thread_); }
   /// From now on, and on disk with the job's next commit; stop() makes one.
   Status set_job_weight(uint64_t job_id, JobWeight weight);
 
@@ -100,7 +102,10 @@ class Server : public std::enable_shared_from_this<Server> {
 
   Result<std::pair<std::vector<ShardInfo>, bool>> declare(uint64_t session_id,
                                                           const std::vector<ShardSpec>& specs);
-  Result<StepReport> step(const StepRequest& request, double timeout_s);
+  /// `others`: ranks that close it with the request's session.
+  Result<StepReport> step(const StepRequest& request,
+                          const std::vector<StepCall>& others,
+                          double timeout_s);
   Status expect_step(uint64_t session_id, const std::vector<StepGroup>& groups);
   Result<StepReport> sync(uint64_t session_id, double timeout_s);
   Status drop_gradients(uint64_t session_id, const std::vector<uint32_t>& shard_ids);

@@ -173,7 +173,7 @@ TEST_F(NoMemoryTest, each_call_that_takes_memory_is_refused_and_those_that_give_
       server_->attach(job_id).status(),
       server_->declare(session_id, {bytes_shard("c", 10)}).status(),
       server_->lease(session_id, shard_id, Part::value, LeaseMode::overwrite, 10).status(),
-      server_->step(step, 10).status(),
+      server_->step(step, {}, 10).status(),
       server_->expect_step(session_id, {}),
       server_->sync(session_id, 10).status(),
       server_->read_moments({}, 10).status(),

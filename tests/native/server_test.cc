@@ -725,7 +725,7 @@ TEST_F(ServerTest, what_was_put_is_there_after_a_restart_and_a_step_in_flight_is
     request.session_id = client.session_id;
     request.groups = {{.settings = {}, .shard_ids = {parameter}}};
     std::thread stepping([&, server = server_] {
-      const auto report = server->step(request, 20);
+      const auto report = server->step(request, {}, 20);
       EXPECT_TRUE(report.is_ok()) << report.status().message();
     });
     while (statistics().jobs.at(0).job.committed_step == 0) {

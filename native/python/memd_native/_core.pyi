@@ -908,7 +908,8 @@ class Server:
     def declare(self, session_id: int, shards: Iterable[ShardSpec]) -> tuple[ShardInfos, bool]:
         """Takes each spec as it comes: who makes them one by one keeps none."""
 
-    def step(self, session_id: int, groups: Sequence[tuple[AdamSettings, Sequence[int]]], *, staged_buffers: Sequence[tuple[int, int]] = [], step: int = 0, call: int = 0, timeout_s: float) -> StepReport: ...
+    def step(self, session_id: int, groups: Sequence[tuple[AdamSettings, Sequence[int]]], *, staged_buffers: Sequence[tuple[int, int]] = [], step: int = 0, call: int = 0, other_ranks: Sequence[tuple[int, int]] = [], timeout_s: float) -> StepReport:
+        """`other_ranks`: session id and call of each that closes the same step."""
 
     def expect_step(self, session_id: int, groups: Sequence[tuple[AdamSettings, Sequence[int]]]) -> None: ...
 
@@ -973,6 +974,20 @@ class Server:
         """Below all other I/O, and verified. The memory lives until it is read."""
 
     def end_snapshot_reading(self, reading_id: int) -> None: ...
+
+    def join_ranks(self, session_id: int, *, rank: int, world_size: int) -> None: ...
+
+    def ranks(self, session_id: int) -> RanksReport:
+        """The ranks of the session's job; fenced where one of them has left."""
+
+    def end_gradients(self, session_id: int) -> None:
+        """A rank has made its gradients of the next step."""
+
+    def gradients_of_other_ranks(self, session_id: int) -> list[int]:
+        """Shards whose gradient is a sum without a part of this rank."""
+
+    def drop_gradients_of_ranks(self, session_id: int, shard_ids: Sequence[int]) -> None:
+        """All ranks do."""
 
 def checksum(bytes: bytes | memoryview) -> int:
     """XXH3-64."""
@@ -1085,6 +1100,23 @@ class SnapshotReading:
 
     def runs(self, tile: SnapshotPlace) -> list[SnapshotRun]:
         """In the order of the tile's elements."""
+
+RANKS_MAX: int = 16
+
+class RanksReport:
+    """The ranks of a job, none of which has left."""
+
+    @property
+    def start(self) -> int:
+        """Another one where all ranks were started again."""
+
+    @property
+    def names(self) -> list[str]:
+        """By rank, for people."""
+
+    @property
+    def sessions(self) -> list[int]:
+        """By rank; 0: it has not attached."""
 
 class CheckFinding:
     @property

@@ -34,6 +34,7 @@ LeaseWait reason_of(WaitsFor what) {
     case WaitsFor::step_or_sync:
       return LeaseWait::step;
     case WaitsFor::gradient_step:
+    case WaitsFor::rank:
       return LeaseWait::gradient;
     case WaitsFor::update:
     case WaitsFor::copy:
@@ -233,6 +234,8 @@ std::string LeaseWaiters::describe(const LeaseWaiter& waiter) const {
       return concat("its first writer: ", what);
     case WaitsFor::writer:
       return concat("another writer of ", what);
+    case WaitsFor::rank:
+      return concat("the part of another rank in ", what);
     case WaitsFor::room:
       return "room in the arena";
   }

@@ -42,6 +42,7 @@ enum class WaitsFor : uint8_t {
   tile_writes,    // the bucket's last task ends, or its flush
   first_writer,   // the writer's pin is gone: LeaseWaiters::wake_released() looks at it
   writer,         // the writer's pin is gone: the same
+  rank,           // another rank adds to the sum: Leases; or ends its gradients, for all: Gradients
   room,           // the list `room`; pins that are gone: Room::look_for_releases()
 };
 /// As clients and metrics know it.

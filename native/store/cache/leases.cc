@@ -137,6 +137,10 @@ Leases::Outcome Leases::check_call(const Try& asked) const {
 Leases::Outcome Leases::check_notice(const Try& asked) const {
   // Nobody waits for the answer to one that is asked for ahead.
   if (asked.request.part != Part::gradient || asked.request.is_expected) return std::nullopt;
+  if (const Ranks& ranks = parts_.group.ranks(); ranks.rank_of(asked.request.session_id)) {
+    Status whole = ranks.check_whole(parts_.job_name);
+    if (!whole.is_ok()) return refuse(asked.waiter, whole);
+  }
   const auto notice = parts_.group.take_notice(asked.request.session_id);
   if (!notice) return std::nullopt;
   return refuse(asked.waiter, *notice);
@@ -188,6 +192,7 @@ Leases::Outcome Leases::check_contributors(const Try& asked) const {
     // Another member would add to a slot that may never be written.
     return refuse(waiter, error(StatusCode::deadline, "members take a gradient's slot in turn"));
   }
+  if (const Outcome outcome = check_rank(asked)) return *outcome;
   const Contributors& contributors = shard.contributors;
   if (reads || contributors.empty()) return std::nullopt;
   const bool is_added_to = request.mode == LeaseMode::write;
@@ -203,6 +208,27 @@ Leases::Outcome Leases::check_contributors(const Try& asked) const {
                                     "one; run backward anew when that one has stepped or ended"
                                   : " has a gradient that others of this training group made; add "
                                     "to it"));
+}
+
+// Ranks add to a sum in their order. What changes a sum that is complete comes later, and from one
+// of them.
+Leases::Outcome Leases::check_rank(const Try& asked) const {
+  const Ranks& ranks = parts_.group.ranks();
+  const auto rank = ranks.rank_of(asked.request.session_id);
+  if (asked.reads || !rank || ranks.have_all_ended_gradients()) return std::nullopt;
+  const Contributors& contributors = asked.shard.contributors;
+  if (ranks.has_ended_gradients(*rank) ||
+      parts_.group.has(contributors, asked.request.session_id)) {
+    return refuse(asked.waiter,
+                  error(StatusCode::invalid_argument,
+                        "shard ",
+                        parts_.job_name,
+                        "/",
+                        asked.shard.name(),
+                        ": a rank adds one gradient to each sum of a step"));
+  }
+  if (parts_.group.rank_before(contributors, *rank)) return wait(asked.waiter, WaitsFor::rank);
+  return std::nullopt;
 }
 
 Leases::Outcome Leases::check_moving(const Try& asked) {
@@ -509,11 +535,22 @@ Status Leases::overdue(const LeaseWaiter& waiter) const {
                parts_.shards[waiter.request().shard_id].name(),
                " waited too long on ",
                parts_.waiters.describe(waiter),
+               describe_rank_before(waiter),
                "; ",
                describe_holders(),
                ": ",
                waiter.request().timeout_ns / 1'000'000,
                " ms");
+}
+
+std::string Leases::describe_rank_before(const LeaseWaiter& waiter) const {
+  if (waiter.waits_for() != WaitsFor::rank) return {};
+  const Ranks& ranks = parts_.group.ranks();
+  const auto rank = ranks.rank_of(waiter.request().session_id);
+  if (!rank) return {};
+  const Contributors& contributors = parts_.shards[waiter.request().shard_id].contributors;
+  const auto before = parts_.group.rank_before(contributors, *rank);
+  return before ? concat(": ", ranks.describe(*before)) : std::string();
 }
 
 std::string Leases::describe_holders() const {

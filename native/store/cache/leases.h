@@ -70,6 +70,7 @@ class Leases {
   Outcome check_written(const Try& asked) const;
   Outcome check_steps(const Try& asked) const;
   Outcome check_contributors(const Try& asked) const;
+  Outcome check_rank(const Try& asked) const;
   Outcome check_moving(const Try& asked);
   Outcome check_writer(const Try& asked);
   /// Writers of blobs and buffers get a slot of their own, which takes the old one's place once it
@@ -97,6 +98,7 @@ class Leases {
   Status check_room_can_come(const LeaseWaiter& waiter) const;
   /// Why it is refused at its deadline.
   Status overdue(const LeaseWaiter& waiter) const;
+  std::string describe_rank_before(const LeaseWaiter& waiter) const;
   std::string describe_holders() const;
 
   const CacheParts parts_;

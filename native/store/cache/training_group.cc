@@ -45,6 +45,12 @@ void TrainingGroup::free_seat(size_t seat) {
   note(seat);
 }
 
+void TrainingGroup::free_seats() {
+  for (size_t seat = 0; seat < seats_.size(); ++seat) {
+    if (seats_[seat] != 0) free_seat(seat);
+  }
+}
+
 Status TrainingGroup::join(uint64_t session_id) {
   if (contains(session_id)) return Status::ok();
   Session* const session = find_session(session_id);
@@ -61,7 +67,30 @@ Status TrainingGroup::join(uint64_t session_id) {
   return Status::ok();
 }
 
+Status TrainingGroup::join(uint64_t session_id,
+                           const std::string& job_name,
+                           const RankPlace& place) {
+  Session* const session = find_session(session_id);
+  MEMD_CHECK(session != nullptr);
+  if (Status status = ranks_.check_place(job_name, place); !status.is_ok()) return status;
+  if (ranks_.is_empty()) {
+    // Sums of several name their seats, which no rank may take. The gradients of one name it by its
+    // id.
+    if (is_shown_ || size() > 1) {
+      return error(StatusCode::unavailable,
+                   "job ",
+                   job_name,
+                   " still ends what others have trained; try again");
+    }
+    free_seats();
+  }
+  if (Status status = join(session_id); !status.is_ok()) return status;
+  ranks_.attach(session_id, session->owner.pid, place);
+  return Status::ok();
+}
+
 bool TrainingGroup::leave(uint64_t session_id) {
+  ranks_.detach(session_id);
   const auto seat = seat_of(session_id);
   if (!seat) return false;
   const bool was_shown = std::exchange(is_shown_, false);
@@ -89,9 +118,7 @@ void TrainingGroup::begin_step(uint64_t session_id) {
   // are committed.
   if (session == nullptr || !check_step(session_id).is_ok()) return;
   if (!contains(session_id)) {
-    for (size_t seat = 0; seat < seats_.size(); ++seat) {
-      if (seats_[seat] != 0) free_seat(seat);
-    }
+    free_seats();
     take_seat(0, *session);
   }
   is_shown_ = true;
@@ -117,6 +144,16 @@ bool TrainingGroup::are_all_with(const Contributors& contributors, uint64_t sess
   if (contributors.empty() || contributors.is_sealed()) return false;
   return contributors.seats() != 0 ? contains(session_id)
                                    : are_together(contributors.only(), session_id);
+}
+
+std::optional<uint32_t> TrainingGroup::rank_before(const Contributors& contributors,
+                                                   uint32_t rank) const {
+  for (uint32_t other = 0; other < rank; ++other) {
+    const uint64_t session_id = ranks_.session_of(other);
+    const bool has_added = session_id != 0 && has(contributors, session_id);
+    if (!has_added && !ranks_.has_ended_gradients(other)) return other;
+  }
+  return std::nullopt;
 }
 
 std::vector<uint64_t> TrainingGroup::sessions_of(const Contributors& contributors) const {

@@ -13,6 +13,7 @@
 
 #include "base/status.h"
 #include "ring/resident_lease.h"
+#include "store/cache/ranks.h"
 #include "store/cache/session.h"
 #include "store/journal/contributors.h"
 #include "store/journal/ledger.h"
@@ -49,6 +50,8 @@ class TrainingGroup {
   /// An attached session trains with those that are in the group. Refused while a step shows its
   /// values, and beyond kTrainingGroupMax members.
   Status join(uint64_t session_id);
+  /// As one of several ranks, which are the group from the first one on.
+  Status join(uint64_t session_id, const std::string& job_name, const RankPlace& place);
   /// The session ends. True where the group saw uncommitted values: nobody does until the commit,
   /// and the caller withdraws them.
   bool leave(uint64_t session_id);
@@ -60,6 +63,12 @@ class TrainingGroup {
   void begin_step(uint64_t session_id);
   /// It is committed, or is being undone: nothing that is uncommitted is shown from here on.
   void end_step() { is_shown_ = false; }
+
+  Ranks& ranks() { return ranks_; }
+  const Ranks& ranks() const { return ranks_; }
+  /// The first rank that has to add to a sum, or to end its gradients, before this one adds its
+  /// part; none: it is its turn.
+  std::optional<uint32_t> rank_before(const Contributors& contributors, uint32_t rank) const;
 
   // Gradients.
   /// They are, with one more session: all of them train together, or it alone overwrites what the
@@ -87,6 +96,7 @@ class TrainingGroup {
   std::optional<size_t> seat_of(uint64_t session_id) const;
   void take_seat(size_t seat, Session& session);
   void free_seat(size_t seat);
+  void free_seats();
   void note(size_t seat) const;
 
   const List& sessions_;
@@ -94,6 +104,7 @@ class TrainingGroup {
   std::array<uint64_t, kTrainingGroupMax> seats_{};
   std::map<uint64_t, Status> notices_;  // by session
   bool is_shown_ = false;
+  Ranks ranks_;
 };
 
 /// A sum cannot be taken apart: without the part of one session it is nobody's.

@@ -60,6 +60,65 @@ Status Gradients::drop(uint64_t session_id, const std::vector<uint32_t>& shard_i
   return Status::ok();
 }
 
+// ---- Of ranks -----------------------------------------------------------------------------------
+
+Result<Job*> Gradients::job_of_rank(uint64_t session_id) const {
+  const auto found = parts_.job_of(session_id);
+  if (!found.is_ok()) return found.status();
+  Job& job = *found.value();
+  const Ranks& ranks = job.cache().group().ranks();
+  if (!ranks.rank_of(session_id)) {
+    return error(
+        StatusCode::invalid_argument, "session ", session_id, " is no rank of job ", job.name());
+  }
+  if (Status whole = ranks.check_whole(job.name()); !whole.is_ok()) return whole;
+  return &job;
+}
+
+Status Gradients::end_of_rank(uint64_t session_id) {
+  const auto found = job_of_rank(session_id);
+  if (!found.is_ok()) return found.status();
+  JobCache& cache = found.value()->cache();
+  Ranks& ranks = cache.group().ranks();
+  ranks.end_gradients(*ranks.rank_of(session_id));
+  cache.waits().wake_all();
+  return Status::ok();
+}
+
+Result<std::vector<uint32_t>> Gradients::made_by_other_ranks(uint64_t session_id) {
+  const auto found = job_of_rank(session_id);
+  if (!found.is_ok()) return found.status();
+  Job& job = *found.value();
+  JobCache& cache = job.cache();
+  const TrainingGroup& group = cache.group();
+  std::vector<uint32_t> made;
+  for (const uint32_t index : cache.gradient_buckets().list()) {
+    for (const uint32_t shard_id : job.shards().bucket(index).shards) {
+      const Contributors& contributors = job.shards()[shard_id].contributors;
+      if (group.are_all_with(contributors, session_id) && !group.has(contributors, session_id))
+        made.push_back(shard_id);
+    }
+  }
+  return made;
+}
+
+Status Gradients::drop_of_ranks(uint64_t session_id, const std::vector<uint32_t>& shard_ids) {
+  const auto found = job_of_rank(session_id);
+  if (!found.is_ok()) return found.status();
+  Job& job = *found.value();
+  TrainingGroup& group = job.cache().group();
+  const std::set<uint32_t> chosen(shard_ids.begin(), shard_ids.end());
+  const auto buckets = job.cache().gradient_buckets().list();
+  for (const uint32_t index : buckets) {
+    drop_in_bucket(job, index, [&](const Shard& shard) {
+      return chosen.contains(job.shards().id_of(shard)) &&
+             group.are_all_with(shard.contributors, session_id);
+    });
+  }
+  group.ranks().begin_gradients();
+  return Status::ok();
+}
+
 void Gradients::drop(Job& job, uint64_t session_id) {
   for (const uint32_t index : job.cache().gradient_buckets().list())
     drop_of_session(job, index, session_id, [](const Shard&) { return true; });

@@ -31,6 +31,12 @@ class Gradients {
   /// The gradients that the session has added to; other contributors are told. Of all shards if
   /// none is named.
   Status drop(uint64_t session_id, const std::vector<uint32_t>& shard_ids);
+  /// A rank has made its gradients of the next step: others wait for its parts no longer.
+  Status end_of_rank(uint64_t session_id);
+  /// Shards whose gradient other ranks have added to, and this one has not.
+  Result<std::vector<uint32_t>> made_by_other_ranks(uint64_t session_id);
+  /// All ranks drop gradients of these shards, and make new ones. As drop().
+  Status drop_of_ranks(uint64_t session_id, const std::vector<uint32_t>& shard_ids);
   /// The session ends: the gradients that it has added to.
   void drop(Job& job, uint64_t session_id);
   /// All of these buckets that are chosen.
@@ -39,6 +45,8 @@ class Gradients {
   uint64_t looked_at_count() const { return looked_at_count_; }
 
  private:
+  /// The job of a rank whose start is whole.
+  Result<Job*> job_of_rank(uint64_t session_id) const;
   void drop_of_session(Job& job, uint32_t bucket, uint64_t session_id, const Chosen& chosen);
   void drop_in_bucket(Job& job, uint32_t bucket, const Chosen& chosen);
 

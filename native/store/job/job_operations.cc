@@ -45,10 +45,10 @@ uint64_t JobOperations::closing_step(uint64_t job_id) const {
   return job == nullptr ? 0 : job->steps().closing_step();
 }
 
-void JobOperations::step(StepRequest request, StepDone done) {
+void JobOperations::step(StepRequest request, std::vector<StepCall> others, StepDone done) {
   const auto job = parts_.job_of(request.session_id);
   if (!job.is_ok()) return done(job.status(), {});
-  job.value()->steps().step(std::move(request), std::move(done));
+  job.value()->steps().step(std::move(request), std::move(others), std::move(done));
 }
 
 void JobOperations::sync(uint64_t session_id, StepDone done) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "store/job/gradients.h"
@@ -32,7 +33,9 @@ class JobOperations {
   /// steps that were closed in the daemon before are made.
   void redo_steps() { may_redo_ = true; }
 
-  void step(StepRequest request, StepDone done);
+  /// `others`: ranks that close it with the request's session.
+  void step(StepRequest request, std::vector<StepCall> others, StepDone done);
+  void step(StepRequest request, StepDone done) { step(std::move(request), {}, std::move(done)); }
   void sync(uint64_t session_id, StepDone done);
   void sync_job(uint64_t job_id, StepDone done);
   /// The number of the step that the job is finishing or has still to do; 0: none.

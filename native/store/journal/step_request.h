@@ -39,6 +39,12 @@ struct StepRequest {
   std::vector<SummedGradients> summed;
 };
 
+/// StepRequest::session_id and call of a rank that closes the same step.
+struct StepCall {
+  uint64_t session_id = 0;
+  uint64_t call = 0;
+};
+
 std::vector<std::byte> encode_step(const StepRequest& request);
 Result<StepRequest> decode_step(std::span<const std::byte> bytes);
 

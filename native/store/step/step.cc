@@ -48,10 +48,16 @@ Step::Step(const StepParts& parts, Steps& owner, StepCommit::Sync kind, StepDone
       staged_(parts, {}),
       commit_(parts, request_, shards_, staged_, false, kind) {}
 
-Step::Step(const StepParts& parts, Steps& owner, StepRequest request, Origin origin, StepDone done)
+Step::Step(const StepParts& parts,
+           Steps& owner,
+           StepRequest request,
+           std::vector<StepCall> others,
+           Origin origin,
+           StepDone done)
     : parts_(parts),
       owner_(owner),
       request_(std::move(request)),
+      others_(std::move(others)),
       done_(std::move(done)),
       place_(origin.place),
       started_ns_(parts.job.clock.now_ns()),
@@ -67,6 +73,12 @@ Step::Step(const StepParts& parts, Steps& owner, StepRequest request, Origin ori
 void Step::join(uint64_t call, StepDone done) {
   also_done_.push_back(std::move(done));
   request_.call = call;
+}
+
+std::vector<StepCall> Step::calls() const {
+  std::vector<StepCall> calls = others_;
+  calls.push_back({.session_id = request_.session_id, .call = request_.call});
+  return calls;
 }
 
 void Step::answer(const Status& status) const {
@@ -272,10 +284,9 @@ void Step::publish() {
   parts_.gate.drop_gradients(buckets(), [this](const Shard& shard) {
     return shards_.contains(parts_.job.shards.id_of(shard));
   });
-  parts_.plans.end_updates(request_.session_id, request_.step);
+  for (const StepCall& each : calls()) parts_.plans.end_updates(each.session_id, request_.step);
   if (!commit_.is_in_memory()) return finish(Status::ok());
-  Session* const session = parts_.session(request_.session_id);
-  if (session != nullptr && request_.step != 0) session->step_committed = request_.step;
+  note_committed();
   // While the disk is written its buffers may be put again: those bytes are not the step's.
   leave_ledger();
   commit_.is_on_disk() ? commit_.mirror(report_, advances()) : finish(Status::ok());
@@ -318,8 +329,9 @@ void Step::stop_job(const Status& status) {
 void Step::undo(const Status& why) {
   // Published values may be on their way from the disk, from extents that go back now.
   enter(StepState::undoing);
-  if (Session* const session = parts_.session(request_.session_id)) {
-    session->ring.set_resident_call(0);
+  for (const StepCall& each : calls()) {
+    if (Session* const session = parts_.session(each.session_id))
+      session->ring.set_resident_call(0);
   }
   shards_.withdraw_uncommitted();
   parts_.job.conditions.add(
@@ -352,6 +364,14 @@ void Step::drop_new_values() {
   if (!commit_.is_in_memory()) parts_.state.drop_clean_tiles();
   shards_.drop_new_values();
   if (!commit_.is_in_memory()) space_.roll_back();
+}
+
+void Step::note_committed() const {
+  if (request_.step == 0) return;
+  for (const StepCall& each : calls()) {
+    if (Session* const session = parts_.session(each.session_id))
+      session->step_committed = request_.step;
+  }
 }
 
 void Step::finish(const Status& status) {

@@ -60,7 +60,13 @@ class Step : public std::enable_shared_from_this<Step> {
   /// A sync.
   Step(const StepParts& parts, Steps& owner, StepCommit::Sync kind, StepDone done);
   /// A step: seals its gradients, and withdraws the values that it will replace.
-  Step(const StepParts& parts, Steps& owner, StepRequest request, Origin origin, StepDone done);
+  /// `others`: ranks that close it with the request's session.
+  Step(const StepParts& parts,
+       Steps& owner,
+       StepRequest request,
+       std::vector<StepCall> others,
+       Origin origin,
+       StepDone done);
 
   /// Its turn has come.
   void start();
@@ -71,6 +77,8 @@ class Step : public std::enable_shared_from_this<Step> {
   StepState state() const { return state_; }
 
   const StepRequest& request() const { return request_; }
+  /// The sessions that close it: that of the request, and other ranks.
+  std::vector<StepCall> calls() const;
   bool is_step() const { return is_step_; }
   const std::set<uint32_t>& buckets() const { return shards_.buckets(); }
   void set_update_order(std::vector<uint32_t> order) { update_order_ = std::move(order); }
@@ -85,6 +93,8 @@ class Step : public std::enable_shared_from_this<Step> {
   std::optional<WaitsFor> before(const LeaseRequest& request, const Entry& entry) const;
   /// The ledger knows it no longer: it is made and all that it replaced is dropped, or it failed.
   void leave_ledger();
+  /// From here on they are told that it is made, if they ask again.
+  void note_committed() const;
 
  private:
   void enter(StepState state);
@@ -111,10 +121,10 @@ class Step : public std::enable_shared_from_this<Step> {
   void restore();
   void drop_new_values();
   void finish(const Status& status);
-
   const StepParts& parts_;
   Steps& owner_;
   StepRequest request_;
+  std::vector<StepCall> others_;
   StepDone done_;
   std::vector<StepDone> also_done_;  // the same step, asked for again
   std::optional<size_t> place_;      // in the job's ledger

@@ -1,21 +1,34 @@
 #include "store/step/steps.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/failpoint.h"
 #include "store/step/step_checks.h"
 
 namespace memd {
+namespace {
+
+StepCall caller(const StepRequest& request) {
+  return {.session_id = request.session_id, .call = request.call};
+}
+
+}  // namespace
 
 // ---- Accepting ----------------------------------------------------------------------------------
 
-void Steps::step(StepRequest request, StepDone done) {
-  note_call(request);
+void Steps::step(StepRequest request, std::vector<StepCall> others, StepDone done) {
+  for (const StepCall& each : others) note_call(each);
+  note_call(caller(request));
+  // An answer to what is asked for again is one to all ranks.
   if (joins_earlier(request, done)) return;
   Status status = parts_.group.check_step(request.session_id);
   if (const auto notice = parts_.group.take_notice(request.session_id)) status = *notice;
+  // Says more than a notice does.
+  if (Status ranks = check_ranks(request, others); !ranks.is_ok()) status = std::move(ranks);
   if (status.is_ok()) status = check_step(parts_, request);
   if (!status.is_ok()) {
+    for (const StepCall& each : others) note_call_failed(each, status);
     return refuse(request, done, status);
   }
   request.summed = summed_gradients(parts_, request);
@@ -23,26 +36,50 @@ void Steps::step(StepRequest request, StepDone done) {
   const auto& ledger = parts_.job.ledger;
   if (ledger != nullptr && !MEMD_PLANTED("ledger.step_not_recorded")) {
     const auto closed = ledger->close_step(request);
-    if (!closed.is_ok()) return refuse(request, done, closed.status());
+    if (!closed.is_ok()) {
+      for (const StepCall& each : others) note_call_failed(each, closed.status());
+      return refuse(request, done, closed.status());
+    }
     place = closed.value();
     MEMD_FAILPOINT("ledger.step_closed");
   }
-  accept(std::move(request), {.place = place, .is_redo = false}, std::move(done));
+  accept(
+      std::move(request), std::move(others), {.place = place, .is_redo = false}, std::move(done));
+}
+
+Status Steps::check_ranks(const StepRequest& request, const std::vector<StepCall>& others) const {
+  const Ranks& ranks = parts_.group.ranks();
+  if (!ranks.rank_of(request.session_id)) return Status::ok();
+  if (Status whole = ranks.check_whole(parts_.job.job_name); !whole.is_ok()) return whole;
+  if (others.size() + 1 == ranks.world_size()) return Status::ok();
+  return error(StatusCode::invalid_argument,
+               "job ",
+               parts_.job.job_name,
+               ": its ",
+               ranks.world_size(),
+               " ranks close a step together, and this one is of ",
+               others.size() + 1);
 }
 
 void Steps::redo(const StepRequest& request, size_t place) {
   // Its trainer is told when it asks again.
-  accept(request, {.place = place, .is_redo = true}, [](const Status&, const StepReport&) {});
+  accept(request, {}, {.place = place, .is_redo = true}, [](const Status&, const StepReport&) {});
 }
 
-void Steps::accept(StepRequest request, Step::Origin origin, StepDone done) {
-  const auto step =
-      std::make_shared<Step>(parts_, *this, std::move(request), origin, std::move(done));
+void Steps::accept(StepRequest request,
+                   std::vector<StepCall> others,
+                   Step::Origin origin,
+                   StepDone done) {
+  const auto step = std::make_shared<Step>(
+      parts_, *this, std::move(request), std::move(others), origin, std::move(done));
   const StepRequest& its = step->request();
-  note_call(its);
-  let_lease_after(its);
   std::vector<uint32_t> order = parts_.plans.in_order_of_use(its.session_id, step->buckets());
-  parts_.plans.close_step(its.session_id, its.step, order);
+  for (const StepCall& each : step->calls()) {
+    note_call(each);
+    let_lease_after(each);
+    parts_.plans.close_step(each.session_id, its.step, order);
+  }
+  parts_.group.ranks().begin_gradients();
   step->set_update_order(std::move(order));
   closed_.push_back(step);
   MEMD_FAILPOINT("step.closed");
@@ -90,7 +127,7 @@ void Steps::join(Step& earlier, const StepRequest& request, StepDone& done) {
                         "before the next is asked for"));
   }
   earlier.join(request.call, std::move(done));
-  if (!earlier.is_undoing()) let_lease_after(request);
+  if (!earlier.is_undoing()) let_lease_after(caller(request));
 }
 
 void Steps::answer_repeated(const StepRequest& request, const StepDone& done) {
@@ -113,32 +150,32 @@ void Steps::answer_repeated(const StepRequest& request, const StepDone& done) {
   report.committed_step = progress.committed_step();
   report.durable_step = progress.durable_step();
   report.disk_error = progress.disk_error().message();
-  repeated.is_ok() ? let_lease_after(request) : note_call_failed(request, repeated);
+  repeated.is_ok() ? let_lease_after(caller(request)) : note_call_failed(caller(request), repeated);
   done(repeated, report);
 }
 
 // ---- Calls of sessions --------------------------------------------------------------------------
 
-void Steps::note_call(const StepRequest& request) {
-  Session* const session = parts_.session(request.session_id);
+void Steps::note_call(const StepCall& caller) {
+  Session* const session = parts_.session(caller.session_id);
   if (session == nullptr) return;
-  session->call_seen = std::max(session->call_seen, request.call);
+  session->call_seen = std::max(session->call_seen, caller.call);
   parts_.job.waits.wake(WaitList::calls);
   // Asked again it may well be made.
-  if (request.call == session->call_failed) session->call_failed = 0;
+  if (caller.call == session->call_failed) session->call_failed = 0;
 }
 
 // A parameter that the step updates is in the table for nobody, or as the step has made it.
-void Steps::let_lease_after(const StepRequest& request) {
-  Session* const session = parts_.session(request.session_id);
-  if (session != nullptr) session->ring.set_resident_call(request.call);
+void Steps::let_lease_after(const StepCall& caller) {
+  Session* const session = parts_.session(caller.session_id);
+  if (session != nullptr) session->ring.set_resident_call(caller.call);
 }
 
 // A lease that follows it in the ring would compute with what it was to replace.
-void Steps::note_call_failed(const StepRequest& request, const Status& why) {
-  Session* const session = parts_.session(request.session_id);
-  if (session == nullptr || request.call == 0) return;
-  session->call_failed = request.call;
+void Steps::note_call_failed(const StepCall& caller, const Status& why) {
+  Session* const session = parts_.session(caller.session_id);
+  if (session == nullptr || caller.call == 0) return;
+  session->call_failed = caller.call;
   parts_.job.waits.wake(WaitList::calls);
   session->call_failure = error(why.code(),
                                 "the step before it was not made; the job stands at step ",
@@ -148,7 +185,7 @@ void Steps::note_call_failed(const StepRequest& request, const Status& why) {
 }
 
 void Steps::refuse(const StepRequest& request, const StepDone& done, const Status& why) {
-  note_call_failed(request, why);
+  note_call_failed(caller(request), why);
   done(why, {});
 }
 
@@ -183,11 +220,11 @@ void Steps::finished(Step& step, const Status& status) {
                                1e-9);
     }
     std::erase_if(closed_, [&step](const auto& each) { return each.get() == &step; });
-    const StepRequest& request = step.request();
-    if (!status.is_ok()) note_call_failed(request, status);
-    Session* const session = parts_.session(request.session_id);
-    if (status.is_ok() && session != nullptr && request.step != 0)
-      session->step_committed = request.step;
+    if (status.is_ok()) {
+      step.note_committed();
+    } else {
+      for (const StepCall& each : step.calls()) note_call_failed(each, status);
+    }
     step.leave_ledger();
   }
   MEMD_FAILPOINT("step.before_acknowledgement");

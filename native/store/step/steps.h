@@ -27,7 +27,9 @@ class Steps {
   Steps& operator=(const Steps&) = delete;
 
   /// Closes the step, or joins the one that it repeats.
-  void step(StepRequest request, StepDone done);
+  void step(StepRequest request, StepDone done) { step(std::move(request), {}, std::move(done)); }
+  /// `others`: ranks that close it with the request's session.
+  void step(StepRequest request, std::vector<StepCall> others, StepDone done);
   /// On disk with what was put since the last step; tier host stays in memory.
   void sync(StepDone done) { sync(StepCommit::Sync::plain, std::move(done)); }
   /// The same of all tiers.
@@ -50,10 +52,15 @@ class Steps {
   /// The job has committed a step of that number.
   void answer_repeated(const StepRequest& request, const StepDone& done);
   void sync(StepCommit::Sync kind, StepDone done);
-  void accept(StepRequest request, Step::Origin origin, StepDone done);
-  void note_call(const StepRequest& request);
-  void let_lease_after(const StepRequest& request);
-  void note_call_failed(const StepRequest& request, const Status& why);
+  void accept(StepRequest request,
+              std::vector<StepCall> others,
+              Step::Origin origin,
+              StepDone done);
+  /// ok, or why these ranks, and no others, cannot close a step.
+  Status check_ranks(const StepRequest& request, const std::vector<StepCall>& others) const;
+  void note_call(const StepCall& caller);
+  void let_lease_after(const StepCall& caller);
+  void note_call_failed(const StepCall& caller, const Status& why);
   void refuse(const StepRequest& request, const StepDone& done, const Status& why);
   void enqueue(const char* kind, const std::shared_ptr<Step>& step);
   /// Called by the step, as the last thing that it does.
