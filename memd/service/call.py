@@ -37,6 +37,8 @@ _REFLECTION = "/grpc.reflection."
 # They wait for a commit, and what is in flight before it. Streams are told by their form.
 _STEPS = {
     "Step",
+    "EndGradients",
+    "DropGradients",
     "Sync",
     "Delete",
     "DropJob",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
+import time
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -13,12 +15,14 @@ from memd.peers import Session
 from memd.refusal import Refused, StatusCode
 from memd.service import access, wire
 from memd.service.declarations import Declarations
+from memd.service.ranks import RankCall, RankCalls, merged_step
 from memd.users import by_whom
-from memd_native import PROTOCOL_VERSION
+from memd_native import PROTOCOL_VERSION, RANKS_MAX, StatusError
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+    from typing import Any
 
     from memd.owner import Owner
     from memd.peers import Peers
@@ -28,6 +32,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# For ranks of an earlier start, whose processes are ending.
+_JOIN_S = 10.0
+_JOIN_LOOK_S = 0.05
+
 
 class SessionService:
     def __init__(self, server: Server, *, peers: Peers, jobs_max: Callable[[], int]) -> None:
@@ -35,6 +43,8 @@ class SessionService:
         self._peers = peers
         self._jobs_max = jobs_max
         self._declarations = Declarations()
+        self._rank_calls = RankCalls(server)
+        self._daemon_id = secrets.token_hex(16)
         # Between the look at who owns a name and the opening of the job nobody else may take it.
         self._opening = Lock()
 
@@ -54,6 +64,8 @@ class SessionService:
             uid=peer.uid,
             timeout_s=call.timeout_s(),
         )
+        if request.world_size > 1:
+            self._join_ranks(grant, request, call)
         self._hand_over(grant, job, request, call)
         log.info(
             "session attached",
@@ -76,7 +88,29 @@ class SessionService:
             arena_reserved_bytes=grant.arena_reserved_bytes,
             can_maximize=True,
             can_amsgrad=True,
+            daemon_id=self._daemon_id,
         )
+
+    def _join_ranks(
+        self, grant: SessionGrant, request: session_pb2.AttachRequest, call: Call
+    ) -> None:
+        deadline = time.monotonic() + min(call.timeout_s(), _JOIN_S)
+        while True:
+            try:
+                self._server.join_ranks(
+                    grant.session_id, rank=request.rank, world_size=request.world_size
+                )
+            except StatusError as error:
+                is_over_soon = error.code in (StatusCode.UNAVAILABLE, StatusCode.IN_USE)
+                if is_over_soon and time.monotonic() < deadline:
+                    time.sleep(_JOIN_LOOK_S)
+                    continue
+                self._server.detach(grant.session_id)
+                raise
+            except BaseException:
+                self._server.detach(grant.session_id)
+                raise
+            return
 
     def _resume(self, request: session_pb2.AttachRequest, call: Call) -> session_pb2.AttachResponse:
         """Not kept: no session, and where the job stands."""
@@ -85,6 +119,11 @@ class SessionService:
         if job is not None and not peer.owner.owns(job):
             raise access.foreign_job(job, owner=peer.owner)
         session = self._peers.claim_session(peer, request.kept_session_id)
+        if session is not None and request.world_size > 1:
+            # The calls that ranks have made together are not kept: they start again.
+            self._peers.remove_session(peer, session.session_id)
+            self._server.detach(session.session_id)
+            session = None
         if session is None or job is None or session.job_id != job.job_id:
             if job is None:
                 return session_pb2.AttachResponse()
@@ -147,16 +186,19 @@ class SessionService:
 
     def Step(self, request: session_pb2.StepRequest, call: Call) -> session_pb2.StepResponse:
         session = self._peers.session(call.peer, request.session_id)
-        report: StepReport = self._server.step(
-            session.session_id,
-            [(wire.native_adam(group.settings), list(group.shard_ids)) for group in request.groups],
-            staged_buffers=[
-                (buffer.staged_shard_id, buffer.buffer_shard_id) for buffer in request.buffers
-            ],
-            step=request.step,
-            call=request.call,
-            timeout_s=call.timeout_s(),
-        )
+
+        def step(calls: Mapping[int, RankCall]) -> StepReport:
+            names = self._server.ranks(session.session_id).names
+            others = [
+                (each.session_id, each.request.call) for rank, each in calls.items() if rank > 0
+            ]
+            return self._step(merged_step(calls, names), others, call)
+
+        report: StepReport
+        if request.rank_call.number:
+            report = self._together(session, "closed its step", request, call, step)
+        else:
+            report = self._step(request, [], call)
         if report.disk_error:
             log.error(
                 "a step is not on disk",
@@ -173,6 +215,57 @@ class SessionService:
             written_bytes=report.written_bytes,
             disk_error=report.disk_error,
         )
+
+    def _step(
+        self, request: session_pb2.StepRequest, others: list[tuple[int, int]], call: Call
+    ) -> StepReport:
+        return self._server.step(
+            request.session_id,
+            [(wire.native_adam(group.settings), list(group.shard_ids)) for group in request.groups],
+            staged_buffers=[
+                (buffer.staged_shard_id, buffer.buffer_shard_id) for buffer in request.buffers
+            ],
+            step=request.step,
+            call=request.call,
+            other_ranks=others,
+            timeout_s=call.timeout_s(),
+        )
+
+    def _together(
+        self,
+        session: Session,
+        what: str,
+        request: Any,
+        call: Call,
+        carry_out: Callable[[Mapping[int, RankCall]], Any],
+    ) -> Any:
+        sessions = self._server.ranks(session.session_id).sessions
+        if session.session_id not in sessions:
+            raise Refused(
+                StatusCode.INVALID_ARGUMENT,
+                f"session {session.session_id} is no rank of job {session.job_name}",
+            )
+        rank = sessions.index(session.session_id)
+        mine = RankCall(rank=rank, session_id=session.session_id, what=what, request=request)
+        return self._rank_calls.together(
+            session, mine, request.rank_call.number, waited=call, carry_out=carry_out
+        )
+
+    def EndGradients(
+        self, request: session_pb2.EndGradientsRequest, call: Call
+    ) -> session_pb2.EndGradientsResponse:
+        session = self._peers.session(call.peer, request.session_id)
+        # At once: others add to sums that this rank has no part in.
+        self._server.end_gradients(session.session_id)
+
+        def list_made(calls: Mapping[int, RankCall]) -> dict[int, list[int]]:
+            return {
+                each.session_id: self._server.gradients_of_other_ranks(each.session_id)
+                for each in calls.values()
+            }
+
+        made = self._together(session, "ended its gradients", request, call, list_made)
+        return session_pb2.EndGradientsResponse(shard_ids=made[session.session_id])
 
     def ExpectStep(
         self, request: session_pb2.ExpectStepRequest, call: Call
@@ -195,7 +288,15 @@ class SessionService:
         self, request: session_pb2.DropGradientsRequest, call: Call
     ) -> session_pb2.DropGradientsResponse:
         session = self._peers.session(call.peer, request.session_id)
-        self._server.drop_gradients(session.session_id, list(request.shard_ids))
+
+        def drop(calls: Mapping[int, RankCall]) -> None:
+            shard_ids = {each for one in calls.values() for each in one.request.shard_ids}
+            self._server.drop_gradients_of_ranks(session.session_id, sorted(shard_ids))
+
+        if request.rank_call.number:
+            self._together(session, "dropped its gradients", request, call, drop)
+        else:
+            self._server.drop_gradients(session.session_id, list(request.shard_ids))
         return session_pb2.DropGradientsResponse()
 
     def Delete(self, request: session_pb2.DeleteRequest, call: Call) -> session_pb2.DeleteResponse:
@@ -301,8 +402,11 @@ def _check_attach(request: session_pb2.AttachRequest) -> None:
             f"(memd {__version__}) version {PROTOCOL_VERSION}; install the same memd for both",
         )
     access.check_job_name(request.job)
-    if request.world_size > 1 or request.rank > 0:
+    if request.rank >= max(request.world_size, 1) or request.world_size > RANKS_MAX:
         raise Refused(
-            StatusCode.NOT_YET,
-            f"one rank a job for now, not rank {request.rank} of {request.world_size}",
+            StatusCode.INVALID_ARGUMENT,
+            f"a rank is below its world size, which is at most {RANKS_MAX} on a node: rank "
+            f"{request.rank} of {request.world_size}",
         )
+    if request.world_size > 1 and request.without_shared_memory:
+        raise Refused(StatusCode.NOT_YET, "ranks need shared memory in this version")

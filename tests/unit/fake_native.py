@@ -466,9 +466,10 @@ class FakeServer:
         staged_buffers: Sequence[tuple[int, int]] = (),
         step: int = 0,
         call: int = 0,
+        other_ranks: Sequence[tuple[int, int]] = (),
         timeout_s: float,
     ) -> StepReport:
-        del step, call
+        del step, call, other_ranks
         job = self._job(session_id)
         job.info.committed_step += 1
         return StepReport(

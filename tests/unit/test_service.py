@@ -397,7 +397,8 @@ def test_another_protocol_version_is_refused_with_both_named(service: Service) -
     [
         ({"job": ""}, grpc.StatusCode.INVALID_ARGUMENT, "a job's name has 1 to 128"),
         ({"job": 'a"\n'}, grpc.StatusCode.INVALID_ARGUMENT, "a job's name has 1 to 128"),
-        ({"rank": 1, "world_size": 2}, grpc.StatusCode.UNIMPLEMENTED, "rank 1 of 2"),
+        ({"rank": 2, "world_size": 2}, grpc.StatusCode.INVALID_ARGUMENT, "rank 2 of 2"),
+        ({"rank": 0, "world_size": 17}, grpc.StatusCode.INVALID_ARGUMENT, "at most 16"),
     ],
 )
 def test_an_attach_that_cannot_be_served_is_refused_and_makes_no_job(

@@ -31,8 +31,14 @@ class AttachRequest(_message.Message):
     kept_session_id: int
     def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., durability: _Optional[str] = ..., fresh: bool = ..., without_shared_memory: bool = ..., kept_session_id: _Optional[int] = ...) -> None: ...
 
+class RankCall(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
 class AttachResponse(_message.Message):
-    __slots__ = ("session_id", "job_id", "created", "committed_step", "host_bytes", "nvme_bytes", "segment_bytes", "arena_reserved_bytes", "kept", "closing_step", "durable_step", "can_maximize", "can_amsgrad")
+    __slots__ = ("session_id", "job_id", "created", "committed_step", "host_bytes", "nvme_bytes", "segment_bytes", "arena_reserved_bytes", "kept", "closing_step", "durable_step", "can_maximize", "can_amsgrad", "daemon_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +52,7 @@ class AttachResponse(_message.Message):
     DURABLE_STEP_FIELD_NUMBER: _ClassVar[int]
     CAN_MAXIMIZE_FIELD_NUMBER: _ClassVar[int]
     CAN_AMSGRAD_FIELD_NUMBER: _ClassVar[int]
+    DAEMON_ID_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     job_id: int
     created: bool
@@ -59,7 +66,8 @@ class AttachResponse(_message.Message):
     durable_step: int
     can_maximize: bool
     can_amsgrad: bool
-    def __init__(self, session_id: _Optional[int] = ..., job_id: _Optional[int] = ..., created: bool = ..., committed_step: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., arena_reserved_bytes: _Optional[int] = ..., kept: bool = ..., closing_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., can_maximize: bool = ..., can_amsgrad: bool = ...) -> None: ...
+    daemon_id: str
+    def __init__(self, session_id: _Optional[int] = ..., job_id: _Optional[int] = ..., created: bool = ..., committed_step: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., arena_reserved_bytes: _Optional[int] = ..., kept: bool = ..., closing_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., can_maximize: bool = ..., can_amsgrad: bool = ..., daemon_id: _Optional[str] = ...) -> None: ...
 
 class DetachRequest(_message.Message):
     __slots__ = ("session_id",)
@@ -124,18 +132,20 @@ class StepGroup(_message.Message):
     def __init__(self, settings: _Optional[_Union[AdamSettings, _Mapping]] = ..., shard_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("session_id", "groups", "buffers", "step", "call")
+    __slots__ = ("session_id", "groups", "buffers", "step", "call", "rank_call")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CALL_FIELD_NUMBER: _ClassVar[int]
+    RANK_CALL_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     groups: _containers.RepeatedCompositeFieldContainer[StepGroup]
     buffers: _containers.RepeatedCompositeFieldContainer[StagedBuffer]
     step: int
     call: int
-    def __init__(self, session_id: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[StepGroup, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[StagedBuffer, _Mapping]]] = ..., step: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
+    rank_call: RankCall
+    def __init__(self, session_id: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[StepGroup, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[StagedBuffer, _Mapping]]] = ..., step: _Optional[int] = ..., call: _Optional[int] = ..., rank_call: _Optional[_Union[RankCall, _Mapping]] = ...) -> None: ...
 
 class StagedBuffer(_message.Message):
     __slots__ = ("staged_shard_id", "buffer_shard_id")
@@ -194,16 +204,32 @@ class SyncResponse(_message.Message):
     def __init__(self, committed_step: _Optional[int] = ..., written_bytes: _Optional[int] = ...) -> None: ...
 
 class DropGradientsRequest(_message.Message):
-    __slots__ = ("session_id", "shard_ids")
+    __slots__ = ("session_id", "shard_ids", "rank_call")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_IDS_FIELD_NUMBER: _ClassVar[int]
+    RANK_CALL_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     shard_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[int] = ..., shard_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    rank_call: RankCall
+    def __init__(self, session_id: _Optional[int] = ..., shard_ids: _Optional[_Iterable[int]] = ..., rank_call: _Optional[_Union[RankCall, _Mapping]] = ...) -> None: ...
 
 class DropGradientsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class EndGradientsRequest(_message.Message):
+    __slots__ = ("session_id", "rank_call")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_CALL_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    rank_call: RankCall
+    def __init__(self, session_id: _Optional[int] = ..., rank_call: _Optional[_Union[RankCall, _Mapping]] = ...) -> None: ...
+
+class EndGradientsResponse(_message.Message):
+    __slots__ = ("shard_ids",)
+    SHARD_IDS_FIELD_NUMBER: _ClassVar[int]
+    shard_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, shard_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DeleteRequest(_message.Message):
     __slots__ = ("session_id", "names")

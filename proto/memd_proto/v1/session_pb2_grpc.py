@@ -69,6 +69,11 @@ class SessionServiceStub(object):
                 request_serializer=memd_dot_v1_dot_session__pb2.DropGradientsRequest.SerializeToString,
                 response_deserializer=memd_dot_v1_dot_session__pb2.DropGradientsResponse.FromString,
                 _registered_method=True)
+        self.EndGradients = channel.unary_unary(
+                '/memd.v1.SessionService/EndGradients',
+                request_serializer=memd_dot_v1_dot_session__pb2.EndGradientsRequest.SerializeToString,
+                response_deserializer=memd_dot_v1_dot_session__pb2.EndGradientsResponse.FromString,
+                _registered_method=True)
         self.Delete = channel.unary_unary(
                 '/memd.v1.SessionService/Delete',
                 request_serializer=memd_dot_v1_dot_session__pb2.DeleteRequest.SerializeToString,
@@ -142,6 +147,13 @@ class SessionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EndGradients(self, request, context):
+        """A rank has made its gradients of the next step. Returns when all ranks have: their sums are complete then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Delete(self, request, context):
         """Removes blobs by name; those that do not exist are named in the answer.
         """
@@ -200,6 +212,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.DropGradients,
                     request_deserializer=memd_dot_v1_dot_session__pb2.DropGradientsRequest.FromString,
                     response_serializer=memd_dot_v1_dot_session__pb2.DropGradientsResponse.SerializeToString,
+            ),
+            'EndGradients': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndGradients,
+                    request_deserializer=memd_dot_v1_dot_session__pb2.EndGradientsRequest.FromString,
+                    response_serializer=memd_dot_v1_dot_session__pb2.EndGradientsResponse.SerializeToString,
             ),
             'Delete': grpc.unary_unary_rpc_method_handler(
                     servicer.Delete,
@@ -406,6 +423,33 @@ class SessionService(object):
             '/memd.v1.SessionService/DropGradients',
             memd_dot_v1_dot_session__pb2.DropGradientsRequest.SerializeToString,
             memd_dot_v1_dot_session__pb2.DropGradientsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndGradients(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/memd.v1.SessionService/EndGradients',
+            memd_dot_v1_dot_session__pb2.EndGradientsRequest.SerializeToString,
+            memd_dot_v1_dot_session__pb2.EndGradientsResponse.FromString,
             options,
             channel_credentials,
             insecure,
