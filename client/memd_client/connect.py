@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 
 import memd_native
-from memd_client.base.address import EmbeddedAddress, parse_address
+from memd_client.base.address import EmbeddedAddress, UnixAddress, parse_address
 from memd_client.base.interrupts import defer_interrupts
 from memd_client.base.sizes import parse_size
 from memd_client.connection.attach import AttachConnection
@@ -18,9 +19,13 @@ from memd_client.connection.embedded import embedded_daemon
 from memd_client.connection.reattach import Reattach, ReattachingControl, reattach_seconds
 from memd_client.core.job import Job
 from memd_client.core.leases import Leases
+from memd_client.core.ranks import Ranks
 from memd_client.errors import InvalidArgument, MemdError, NotYet
 from memd_client.session import Session
 from memd_proto.v1 import session_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
 
 def connect(
@@ -42,9 +47,10 @@ def connect(
         address: `unix:///path`, `embedded:` or `embedded:/path?host=1GiB&nvme=100GiB`. Default:
             MEMD_ADDRESS, or the service's socket.
         job: its name. Users do not share names.
-        rank, world_size: default to torch.distributed's, or 0 and 1. More than one rank comes in a
-            later version. Where the environment's WORLD_SIZE is above 1 there is a process group,
-            or `world_size=1` says that this process works alone.
+        rank, world_size: default to torch.distributed's, or 0 and 1. Where the environment's
+            WORLD_SIZE is above 1 there is a process group, or `world_size=1` says that this process
+            works alone. All ranks of the default process group call this together, with the same
+            arguments and one daemon: they are on one node.
         host_bytes, nvme_bytes: the quotas of a new job: bytes, or a string such as "4GiB". Default:
             half of what is free, or all of it on an `embedded:` daemon.
         durability: when a step reaches the disk. "step", the default of a new job: before it is
@@ -66,28 +72,71 @@ def connect(
     """
     if not job:
         raise InvalidArgument("a job needs a name")
-    rank, world_size = _ranks(rank, world_size)
+    where = parse_address(address)
+    place = _place(rank, world_size)
+    if place[1] > 1:
+        _refuse_for_ranks(where, shared_memory=shared_memory)
+    ranks = _ranks(*place)
+    ranks.refuse_different(
+        {
+            "job": job,
+            "host_bytes": host_bytes,
+            "nvme_bytes": nvme_bytes,
+            "durability": durability,
+            "fresh": fresh,
+        },
+        "connect",
+    )
     defer_interrupts()
     request = session_pb2.AttachRequest(
         protocol_version=memd_native.PROTOCOL_VERSION,
         job=job,
-        rank=rank,
-        world_size=world_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
         host_bytes=0 if host_bytes is None else parse_size(host_bytes, name="host_bytes"),
         nvme_bytes=0 if nvme_bytes is None else parse_size(nvme_bytes, name="nvme_bytes"),
         durability=_durability(durability),
-        fresh=fresh,
+        # The first rank attaches before the others: what they find is what it has begun.
+        fresh=fresh and ranks.is_first,
         without_shared_memory=not shared_memory,
     )
-    where = parse_address(address)
     # A private daemon ends with its parent and does not come back.
     seconds = 0.0 if isinstance(where, EmbeddedAddress) else reattach_seconds()
+    last_words = None
     if isinstance(where, EmbeddedAddress):
         private = embedded_daemon(where)
         where = private.address
         last_words = private.last_words
-    else:
-        last_words = None
+
+    made: list[Session] = []
+
+    def attach() -> session_pb2.AttachResponse:
+        attached, session = _attach(where, job, request, ranks, seconds, last_words)
+        made.append(session)
+        return attached
+
+    try:
+        attached = ranks.in_order(attach, "connect")
+        _refuse_apart(
+            ranks.exchange(
+                {"daemon": attached.daemon_id, "committed step": attached.committed_step}, "connect"
+            )
+        )
+    except MemdError:
+        for session in made:
+            session.close()
+        raise
+    return made[0]
+
+
+def _attach(
+    where: UnixAddress,
+    job: str,
+    request: session_pb2.AttachRequest,
+    ranks: Ranks,
+    seconds: float,
+    last_words: Callable[[], str] | None,
+) -> tuple[session_pb2.AttachResponse, Session]:
     connection = AttachConnection(where)
     try:
         control = Control(
@@ -101,23 +150,42 @@ def connect(
     )
     try:
         attached = control.attach(request)
-        plane = _data_plane(reattach, attached) if shared_memory else None
+        plane = None if request.without_shared_memory else _data_plane(reattach, attached)
     except BaseException:
         control.close()
         connection.close()
         raise
     reattach.begin(attached.session_id, plane)
-    return Session(
+    leases = None
+    if plane is not None:
+        leases = Leases(plane, job=job, retrying=reattach, ranks=ranks)
+    return attached, Session(
         Job(
             job,
             attached=attached,
             control=ReattachingControl(control, reattach),
-            leases=Leases(plane, job=job, retrying=reattach) if plane is not None else None,
+            leases=leases,
             daemon_process_id=connection.daemon_process_id,
             close_connection=reattach.close,
             retrying=reattach,
+            ranks=ranks,
         )
     )
+
+
+def _refuse_apart(found: Sequence[Mapping[str, Any]]) -> None:
+    for rank, each in enumerate(found):
+        if each["daemon"] != found[0]["daemon"]:
+            raise NotYet(
+                f"rank {rank} is attached to another daemon than rank 0; in this version all ranks "
+                "of a job are on one node, and use one daemon: give all the same address"
+            )
+        if each != found[0]:
+            raise MemdError(
+                f"rank {rank} has found the job at step {each['committed step']}, and rank 0 at "
+                f"{found[0]['committed step']}, as a step of its last start was being made; start "
+                "all ranks again"
+            )
 
 
 def _durability(text: str | None) -> str:
@@ -133,7 +201,12 @@ def _durability(text: str | None) -> str:
     return text
 
 
-def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Rank and world size.
+
+    Raises:
+        InvalidArgument: there is no such rank, or no process group that has it.
+    """
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if rank is None:
         rank = torch.distributed.get_rank() if distributed else 0
@@ -143,9 +216,37 @@ def _ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
         raise InvalidArgument(
             f"rank is from 0 to world_size - 1: rank {rank}, world_size {world_size}"
         )
-    if world_size > 1:
-        raise NotYet(f"more than one rank a job comes in a later version: world_size {world_size}")
+    if world_size == 1:
+        return rank, world_size
+    if not distributed:
+        raise InvalidArgument(
+            f"world_size is {world_size}, and no process group says who averages gradients; call "
+            "torch.distributed.init_process_group() before connect()"
+        )
+    group = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if (rank, world_size) != group:
+        raise NotYet(
+            "in this version all ranks of the default process group train a job, or one process "
+            f"does: rank {rank} of {world_size}, and the group says {group[0]} of {group[1]}"
+        )
     return rank, world_size
+
+
+def _ranks(rank: int, world_size: int) -> Ranks:
+    """All ranks call it."""
+    if world_size == 1:
+        return Ranks()
+    return Ranks(rank, world_size, torch.distributed.new_group(backend="gloo"))
+
+
+def _refuse_for_ranks(where: UnixAddress | EmbeddedAddress, *, shared_memory: bool) -> None:
+    if isinstance(where, EmbeddedAddress):
+        raise InvalidArgument(
+            "an embedded: daemon is private to its process, and the ranks of a job share one; "
+            "start `memd serve`, and give all of them its address"
+        )
+    if not shared_memory:
+        raise NotYet("several ranks without shared memory come in a later version")
 
 
 def _alone() -> int:

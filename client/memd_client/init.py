@@ -23,7 +23,7 @@ from memd_client.base.dynamo import untraced
 from memd_client.base.interrupts import call_user, defer_interrupts
 from memd_client.base.mapped_files import ReadingAhead
 from memd_client.connection.shard import TIERS
-from memd_client.errors import InvalidArgument
+from memd_client.errors import InvalidArgument, NotYet
 from memd_client.offload import offload
 from memd_client.parameters.tiles import is_in_memd
 from memd_client.parameters.unnamed import unnamed
@@ -102,6 +102,11 @@ class _Init(AbstractContextManager[None]):
     def __enter__(self) -> None:
         defer_interrupts()
         _ = self._session.leases  # needs shared memory
+        if self._session.transaction.job.ranks.are_several:
+            raise NotYet(
+                "init() with several ranks comes in a later version; build the model, and offload "
+                "it"
+            )
         with _opening:
             if _open:
                 raise InvalidArgument(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memd_client.base.dtypes import FROZEN_DTYPES
 from memd_client.base.freed_memory import return_freed_memory
@@ -68,6 +69,11 @@ def offload(
     `param.grad` is the gradient in memd. Buffers stay in this process; persistent ones are part of
     every commit.
 
+    Where several ranks train the job, all of them call it together with the same model. They lease
+    the same memory, first values are rank 0's, and gradients are averaged as by
+    DistributedDataParallel, which the module must not be wrapped in. Each forward begins
+    with rank 0's buffers.
+
     Args:
         module: its parameters are contiguous, and on the CPU. Those that require a gradient are
             float32 or bfloat16; frozen ones of any other dtype stay frozen.
@@ -99,6 +105,40 @@ def offload(
     if tier not in TIERS:
         raise InvalidArgument(f'tier is "host" or "nvme": {tier!r}')
     defer_interrupts()
+    job = session.transaction.job
+    _ = job.leases  # needs shared memory
+    ranks = job.ranks
+    if not ranks.are_several:
+        return _offload(module, session, tier=tier, strict=strict)
+    # Before the first rank stores its values, which are not what the job held.
+    job.held_names.look()
+    ranks.refuse_different(_described(module), "offload")
+    ranks.in_order(lambda: _offload(module, session, tier=tier, strict=strict), "offload")
+    module.register_forward_pre_hook(_refuse_wrapped)
+    return module
+
+
+def _refuse_wrapped(module: nn.Module, args: object) -> None:
+    """Before a forward of a module that several ranks train."""
+    del args
+    wrapper: object = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if wrapper is not None:
+        raise InvalidArgument(
+            f"{type(module).__name__} is offloaded by several ranks, whose gradients memd "
+            "averages, and wrapped in DistributedDataParallel, which would average them again; "
+            "call it without the wrapper"
+        )
+
+
+def _described(module: nn.Module) -> dict[str, str]:
+    return {
+        f"{name!r}": f"{list(tensor.shape)} {tensor.dtype}"
+        + (" trained" if tensor.requires_grad else "")
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers())
+    }
+
+
+def _offload(module: ModuleT, session: Session, *, tier: str, strict: bool) -> ModuleT:
     transaction = session.transaction
     job, built = transaction.job, session.unnamed
     leases = job.leases
@@ -135,7 +175,10 @@ def offload(
     buffers = ModuleBuffers(module, job)
     shards = [piece.shard(shard) for piece, shard in zip(pieces, declared, strict=True)]
     first = job.held_names.first_values
-    first.learn_again()
+    if job.ranks.is_first:
+        first.learn_again()
+    else:
+        first.leave_to_first_rank()
     new_names = {
         name
         for name, answer in zip(stored_names, declared, strict=True)
@@ -160,6 +203,8 @@ def offload(
         with torch.no_grad():
             buffer.copy_(value)
     transaction.add(buffers)
+    if job.ranks.are_several:
+        buffers.share(module, job)
     built.forget(parameters.values())
     stored_parameters = [piece.parameter_of_its_own() for piece in pieces]
     entries = [
@@ -281,12 +326,15 @@ def _refuse_small_pool(
         ),
         default=(0, ""),
     )
-    needed_bytes = 2 * largest_bytes + UPDATE_BYTES + kept_bytes
+    # Each rank may be at another module.
+    module_count = job.ranks.world_size
+    needed_bytes = (module_count + 1) * largest_bytes + UPDATE_BYTES + kept_bytes
     if largest_bytes and needed_bytes > job.host_bytes:
         raise CapacityError(
             f"job {job.name!r}: host_bytes is below what the largest module needs; connect with "
             f"more, or split module {largest!r}: {format_size(job.host_bytes)} < "
-            f"{format_size(needed_bytes)} (parameters {format_size(largest_bytes)}, their "
+            f"{format_size(needed_bytes)} (parameters {format_size(largest_bytes)}"
+            f"{f' for each of {module_count} ranks' if module_count > 1 else ''}, their "
             f"gradients, and {format_size(UPDATE_BYTES)} for the update"
             + (f", and {format_size(kept_bytes)} for tier host)" if kept_bytes else ")")
         )

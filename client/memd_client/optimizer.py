@@ -16,6 +16,7 @@ from memd_client.base.dynamo import untraced, without_compiler
 from memd_client.base.interrupts import call_user, defer_interrupts
 from memd_client.connection.shard import TIERS
 from memd_client.core.backward import is_in_backward
+from memd_client.core.ranks import Ranks
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.parameters.early import EarlyUpdates
 from memd_client.parameters.module_hooks import end_interrupted_calls
@@ -168,6 +169,8 @@ class Adam(torch.optim.Optimizer):
             parameters: list[torch.Tensor] = group["params"]
             position = len(self.param_groups) - 1
             self._transaction = self._transaction or _transaction_of(parameters)
+            if self._early is not None and self._ranks.are_several:
+                raise NotYet("step_in_backward=True with several ranks comes in a later version")
             refuse_group(group, self._transaction.job)
             given = group.get("param_names")
             if given is None and any(map(needs_name, parameters)):
@@ -222,6 +225,11 @@ class Adam(torch.optim.Optimizer):
         to clip gradients in every mixed precision, with a GradScaler or without.
         """
         self._refuse_in_backward("a GradScaler")
+        if self._ranks.are_several:
+            raise NotYet(
+                "a GradScaler with several ranks comes in a later version; train in bfloat16, "
+                "which needs none"
+            )
         return sys._getframe(1).f_code is _SCALER_STEP
 
     def shard_name(self, parameter: torch.Tensor) -> str:
@@ -319,11 +327,13 @@ class Adam(torch.optim.Optimizer):
         self._refuse_in_backward("clip_grad_norm_()")
         # As a decorator it would be torch that an interrupt ends, between two changes of the mode.
         with torch.no_grad():
+            self._complete_gradients("clip_grad_norm_()")
             return clip_gradients(
                 [target for target in self._in_order() if target.has_gradient],
                 max_norm,
                 norm_type,
                 error_if_nonfinite=error_if_nonfinite,
+                ranks=self._ranks,
             )
 
     @untraced
@@ -490,6 +500,8 @@ class Adam(torch.optim.Optimizer):
     def _step(self, scale: torch.Tensor | None) -> None:
         """`scale`: of a GradScaler. It divides gradients by it, as torch's fused kernel does."""
         self._take_pending()
+        if not is_in_backward():  # there the step is refused
+            self._complete_gradients("step()")
         groups: list[session_pb2.StepGroup] = []
         updated: list[Part] = []
         empty: list[Part] = []
@@ -561,6 +573,20 @@ class Adam(torch.optim.Optimizer):
         if isinstance(target, TiledTarget):
             target.refuse_changed_assigned()
         return target.parts
+
+    @property
+    def _ranks(self) -> Ranks:
+        return Ranks() if self._transaction is None else self._transaction.job.ranks
+
+    def _complete_gradients(self, what: str) -> None:
+        """Before `what`: gradients of several ranks are averaged, and each rank knows of all."""
+        if self._transaction is None:
+            return
+        job = self._transaction.job
+        has_gradients = any(part.has_gradient for part in self._targets.parts())
+        # Asked for again, the outcome of the last step comes first.
+        if has_gradients or not job.steps.may_be_repeated:
+            job.rank_gradients.complete(what)
 
     def _look_again(self) -> None:
         if self._early is not None:

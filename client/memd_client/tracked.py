@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from memd_client.core.job import Job
+    from memd_client.core.ranks import Ranks
     from memd_client.transaction.transaction import Staging, Transaction, UpdatedOptimizer
 
 _PREFIX = "memd.tracked."
@@ -129,7 +130,7 @@ class Tracked:
     def _stage(self, data: bytes, job: Job) -> tuple[Shard, Shard]:
         """Writes it under a staging name; returns (staged, buffer)."""
         size = size_class(len(data))
-        name = f"{_PREFIX}{size}"
+        name = f"{_prefix_of(job.ranks)}{size}"
         if name not in self._shards:
             declared = job.declare([_spec(name, size), _spec(name + _STAGED, size)])
             self._shards.update((shard.spec.name, Shard.of(shard)) for shard in declared)
@@ -205,19 +206,26 @@ def _last_stored(job: Job) -> tuple[int, memoryview]:
     found = (0, memoryview(b""))
     if not job.has_shared_memory:
         return found
-    for shard in stored_shards(job.shards.list_all()):
+    for shard in stored_shards(job.shards.list_all(), job.ranks):
         number, data = read_stored(job.leases.read(shard))
         if number > found[0]:
             found = number, data
     return found
 
 
-def stored_shards(shards: Iterable[types_pb2.Shard]) -> list[Shard]:
-    """The shards among `shards` that may contain tracked objects."""
+def _prefix_of(ranks: Ranks | None) -> str:
+    """Each rank has tracked objects of its own: its sampler and generators are not another's."""
+    return _PREFIX if ranks is None or ranks.is_first else f"{_PREFIX}rank{ranks.rank}."
+
+
+def stored_shards(shards: Iterable[types_pb2.Shard], ranks: Ranks | None = None) -> list[Shard]:
+    """The shards among `shards` that may contain tracked objects of this rank."""
+    prefix = _prefix_of(ranks)
     return [
         Shard.of(shard)
         for shard in shards
-        if shard.spec.name.startswith(_PREFIX)
+        if shard.spec.name.startswith(prefix)
+        and shard.spec.name.removeprefix(prefix).isdecimal()
         and not shard.spec.name.endswith(_STAGED)
         and shard.spec.kind == types_pb2.SHARD_KIND_BUFFER
         and shard.written

@@ -105,7 +105,7 @@ class TestConnect:
         ("settings", "error", "message"),
         [
             ({"durability": "every:0"}, memd_client.InvalidArgument, "'every:0'"),
-            ({"world_size": 2}, memd_client.NotYet, "world_size 2"),
+            ({"world_size": 2}, memd_client.InvalidArgument, "world_size is 2, and no process"),
             ({"rank": 3}, memd_client.InvalidArgument, "rank 3"),
             ({"host_bytes": "4"}, memd_client.InvalidArgument, "host_bytes"),
             ({"nvme_bytes": -1}, memd_client.InvalidArgument, "nvme_bytes"),

@@ -37,10 +37,9 @@ CLIENT_PACKAGES = {
         *("snapshot_reading", "reattach"),
     ),
     "core": (
-        *("backward", "gradient_order", "leases", "tensor_streams", "registry"),
-        *("temporary_snapshots", "job_store", "first_values", "held_names", "open_steps", "steps"),
-        *("staged_values", "job"),
-        *("name_uses", "blobs"),
+        *("backward", "ranks", "rank_gradients", "gradient_order", "leases", "tensor_streams"),
+        *("registry", "temporary_snapshots", "job_store", "first_values", "held_names"),
+        *("open_steps", "steps", "staged_values", "job", "name_uses", "blobs"),
     ),
     "transaction": (
         *("adam_settings", "metadata", "moments", "shown_states", "loaded_moments"),

@@ -74,6 +74,9 @@ class ControlPlane(TensorCalls, Protocol):
     def drop_gradients(
         self, request: session_pb2.DropGradientsRequest
     ) -> session_pb2.DropGradientsResponse: ...
+    def end_gradients(
+        self, request: session_pb2.EndGradientsRequest
+    ) -> session_pb2.EndGradientsResponse: ...
     def delete(self, request: session_pb2.DeleteRequest) -> session_pb2.DeleteResponse: ...
     def list_shards(
         self, request: session_pb2.ListShardsRequest

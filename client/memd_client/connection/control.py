@@ -200,7 +200,14 @@ class Control:
     def drop_gradients(
         self, request: session_pb2.DropGradientsRequest
     ) -> session_pb2.DropGradientsResponse:
-        return self._call(self._open().sessions.DropGradients, request, _SHORT_S)
+        waits_s = _LONG_S if request.rank_call.number else _SHORT_S
+        return self._call(self._open().sessions.DropGradients, request, waits_s)
+
+    def end_gradients(
+        self, request: session_pb2.EndGradientsRequest
+    ) -> session_pb2.EndGradientsResponse:
+        """Waits for all ranks."""
+        return self._call(self._open().sessions.EndGradients, request, _LONG_S)
 
     def delete(self, request: session_pb2.DeleteRequest) -> session_pb2.DeleteResponse:
         return self._call(self._open().sessions.Delete, request, _SHORT_S)

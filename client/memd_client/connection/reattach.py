@@ -359,6 +359,11 @@ class ReattachingControl:
     ) -> session_pb2.DropGradientsResponse:
         return self._reattach.calling(lambda: self._control.drop_gradients(request))
 
+    def end_gradients(
+        self, request: session_pb2.EndGradientsRequest
+    ) -> session_pb2.EndGradientsResponse:
+        return self._reattach.calling(lambda: self._control.end_gradients(request))
+
     def delete(self, request: session_pb2.DeleteRequest) -> session_pb2.DeleteResponse:
         calls = 0
 

@@ -75,6 +75,10 @@ class FirstValues:
         some list has their names."""
         self.learn(self._store.shards.list_all())
 
+    def leave_to_first_rank(self) -> None:
+        """The first rank has stored all values, also those that others had left."""
+        self._unfinished, self._list_names, self._is_stale = set(), [], False
+
     def is_unfinished(self, name: str) -> bool:
         """Whether the value that the job has of it does not count."""
         return name in self._unfinished

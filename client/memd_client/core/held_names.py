@@ -46,6 +46,11 @@ class HeldNames:
     def first_values(self) -> FirstValues:
         return self._first_values
 
+    def look(self) -> None:
+        """The names that the job holds now count as held, also if it has more when the first
+        parameters come."""
+        self._look()
+
     def relax(self) -> None:
         """From now on a model may have more parameters than the job held, or fewer."""
         self._is_strict = False

@@ -11,6 +11,8 @@ from memd_client.connection.retry import AtOnce
 from memd_client.core.first_values import FirstValues
 from memd_client.core.held_names import HeldNames
 from memd_client.core.job_store import JobStore
+from memd_client.core.rank_gradients import RankGradients
+from memd_client.core.ranks import Ranks
 from memd_client.core.registry import ShardRegistry
 from memd_client.core.staged_values import StagedValues
 from memd_client.core.steps import Steps
@@ -51,6 +53,7 @@ class Job:
         daemon_process_id: int,
         close_connection: Callable[[], None],
         retrying: Retrying | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._name = name
         self._host_bytes = attached.host_bytes
@@ -78,12 +81,20 @@ class Job:
         self._streams = TensorStreams(
             control, job=name, session_id=attached.session_id, retrying=retrying
         )
+        self._ranks = ranks or Ranks()
         self._shards = ShardRegistry(
             job=name,
             session_id=attached.session_id,
             host_bytes=attached.host_bytes,
             control=control,
             leases=leases,
+        )
+        self._rank_gradients = RankGradients(
+            job=name,
+            session_id=attached.session_id,
+            ranks=self._ranks,
+            control=control,
+            parameters=self._shards,
         )
         self._steps = Steps(
             job=name,
@@ -100,6 +111,7 @@ class Job:
             streams=self._streams,
             temporary_snapshots=snapshots,
             leases=leases,
+            ranks=self._ranks,
         )
         staged = StagedValues(self._store, self._steps)
 
@@ -145,6 +157,15 @@ class Job:
     def return_count(self) -> int:
         """How often another daemon has taken the session over."""
         return self._return_count
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that train the job."""
+        return self._ranks
+
+    @property
+    def rank_gradients(self) -> RankGradients:
+        return self._rank_gradients
 
     @property
     def control(self) -> ControlPlane:
@@ -265,18 +286,6 @@ class Job:
         self._steps.refuse_late(self.settle())
         self._steps.open.refuse_if_open(what)
 
-    def expect_step(self, groups: Sequence[session_pb2.StepGroup]) -> None:
-        """Tells the daemon how the next steps will update these shards."""
-        self.refuse_if_unusable()
-        self._control.expect_step(
-            session_pb2.ExpectStepRequest(session_id=self._session_id, groups=groups)
-        )
-
-    def note_step(self, wall_seconds: float) -> None:
-        """Counts the time from the end of one step to that of the next."""
-        if self._leases is not None:
-            self._leases.note_step(wall_seconds)
-
     # Shards
 
     def declare(self, specs: Sequence[types_pb2.ShardSpec]) -> list[types_pb2.Shard]:
@@ -317,9 +326,12 @@ class Job:
         self.end_gradients()
         late = self.settle()
         request = session_pb2.DropGradientsRequest(
-            session_id=self._session_id, shard_ids=[shard.shard_id for shard in shards]
+            session_id=self._session_id,
+            shard_ids=[shard.shard_id for shard in shards],
+            rank_call=self._ranks.next_call(),
         )
         self._control.drop_gradients(request)
+        self._rank_gradients.begin()
         self._steps.refuse_late(late)
 
     def moments(self, shard: Shard) -> tuple[int, dict[str, torch.Tensor]]:
@@ -372,6 +384,7 @@ class Job:
         """Closes the connection; every later call fails."""
         self._closed = True
         self._steps.give_up()
+        self._ranks.end()
         self._control.close()
         self._close_connection()
 

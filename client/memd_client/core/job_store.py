@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from memd_client.connection.calls import ControlPlane
     from memd_client.core.leases import Leases
+    from memd_client.core.ranks import Ranks
     from memd_client.core.registry import ShardRegistry
     from memd_client.core.temporary_snapshots import TemporarySnapshots
     from memd_client.core.tensor_streams import TensorStreams
@@ -31,11 +32,13 @@ class JobStore:
     streams: TensorStreams
     temporary_snapshots: TemporarySnapshots
     leases: Leases | None  # None without shared memory
+    ranks: Ranks
 
     def other_session_count(self) -> int:
-        """How many other sessions are attached to the job."""
+        """How many other sessions are attached to the job, ranks that train it with this one not
+        counted."""
         answer = self.control.get_job(job_pb2.GetJobRequest(name=self.job))
-        return answer.job.session_count - 1
+        return answer.job.session_count - self.ranks.world_size
 
     def delete(self, names: Sequence[str]) -> None:
         """Deletes shards of these names, if there are."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -12,12 +13,14 @@ from memd_client.base.interrupts import safe_point
 from memd_client.base.stalls import current_phase, module_group
 from memd_client.connection.retry import AtOnce
 from memd_client.core.gradient_order import GradientOrder
+from memd_client.core.ranks import Ranks
 from memd_client.errors import (
     CODE_CAPACITY,
     CODE_DEADLINE,
     CODE_NOT_FOUND,
     CODE_UNAVAILABLE,
     DaemonUnavailable,
+    DeadlineExceeded,
     InvalidArgument,
     MemdError,
     from_code,
@@ -45,6 +48,8 @@ _TIMEOUT_S = 60.0
 # torch copies larger gradients, on as many threads as it computes with. Up to this size one thread
 # that writes past the caches is as fast, and saves the cost of a tensor over the slot.
 _COPIED_BYTES_MAX = 4 << 20
+# A rank waits for those before it as long as for their calls.
+_RANK_S = 600.0
 # How often a lease that follows a step checks whether that step failed before it reached the store.
 _LOOK_S = 10.0
 
@@ -147,13 +152,23 @@ class Leases:
     use it.
     """
 
-    def __init__(self, plane: DataPlane, *, job: str, retrying: Retrying | None = None) -> None:
+    def __init__(
+        self,
+        plane: DataPlane,
+        *,
+        job: str,
+        retrying: Retrying | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self._plane = plane
         self._job = job
+        self._ranks = ranks or Ranks()
         self._retrying = retrying or AtOnce()
         self._groups: dict[int, int] = {}  # shard id → the group that its waits are counted under
         self._step: FollowedStep = NoStep()
         self._gradient_order = GradientOrder(plane)
+        if self._ranks.are_several:
+            self._gradient_order.stop_asking()  # they take a slot in turn
 
     def follow_steps(self, steps: FollowedStep) -> None:
         """From now on leases follow the step in flight, and raise its error if it fails."""
@@ -171,12 +186,24 @@ class Leases:
 
     def value(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
         """The bytes of a parameter, buffer or blob, in the shard's shape."""
+        self._refuse_other_rank([shard], mode)
         if mode == MODE_READ:
             # First the fast path, which sends no request.
             lease = self.resident(shard)
             if lease is not None:
                 return lease
         return self._ask([shard], PART_VALUE, mode)[0]
+
+    def _refuse_other_rank(self, shards: Sequence[Shard], mode: int) -> None:
+        if mode == MODE_READ or self._ranks.is_first:
+            return
+        for shard in shards:
+            if shard.kind == types_pb2.SHARD_KIND_PARAMETER or shard.is_bytes:
+                raise InvalidArgument(
+                    f"job {self._job!r}: rank {self._ranks.rank} cannot write {shard.label!r}, "
+                    "which all ranks share: values are rank 0's; write them there alone, and wait "
+                    "for it with torch.distributed.barrier() on all ranks"
+                )
 
     def resident(self, shard: Shard) -> torch.Tensor | None:
         """A lease for reading that needs no request; None if there is none, for any reason."""
@@ -189,6 +216,7 @@ class Leases:
 
     def values(self, shards: Sequence[Shard], mode: int = MODE_READ) -> list[torch.Tensor]:
         """`value` of each, all or none. The requests are sent together."""
+        self._refuse_other_rank(shards, mode)
         return self._ask(shards, PART_VALUE, mode)
 
     def gradient(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
@@ -219,6 +247,24 @@ class Leases:
         except DaemonUnavailable as error:
             self._step.note_unreachable(error)
             raise
+
+    def add_gradient(self, shard: Shard, part: torch.Tensor) -> None:
+        """Adds this rank's part to a sum, when the ranks before it have added theirs.
+
+        Raises:
+            DeadlineExceeded: names the rank that has not.
+            SessionFenced: a rank has ended.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                self.gradient(shard, MODE_WRITE).add_(part)
+            except DeadlineExceeded:
+                safe_point()
+                if time.monotonic() - began > _RANK_S:
+                    raise
+            else:
+                return
 
     @property
     def read_privately(self) -> bool:

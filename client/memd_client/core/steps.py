@@ -451,6 +451,12 @@ class Steps:
         if leases is not None:
             leases.follow(call)
 
+    def note_period(self, wall_seconds: float) -> None:
+        """Counts the time from the end of one step to that of the next."""
+        leases = self._leases() if self._leases is not None else None
+        if leases is not None:
+            leases.note_step(wall_seconds)
+
     def _note_stall(self, shard: Shard | None, reason: int, began: float) -> None:
         leases = self._leases() if self._leases is not None else None
         if leases is not None:

@@ -25,7 +25,10 @@ def refuse_processes(count: int, *, what: str) -> None:
         what: the library's object that has so many.
     """
     if count != 1:
-        raise InvalidArgument(f"a job of memd is one process, and this {what} has {count}")
+        raise InvalidArgument(
+            f"in this version a {what} trains a job of memd in one process, and this one has "
+            f"{count}"
+        )
 
 
 def refuse_divided(name: str, *, instead: str) -> NoReturn:

@@ -6,6 +6,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from memd_client.errors import InvalidArgument
+from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from memd_client.connection.shard import Shard
     from memd_client.core.job import Job
     from memd_client.core.leases import Leases
-    from memd_proto.v1 import session_pb2
 
     Groups = list[session_pb2.StepGroup]
 
@@ -49,7 +49,10 @@ class EarlyUpdates:
                 return_count = job.return_count
                 groups = self._groups()
                 if groups != self._told or self._told_epoch != return_count:
-                    job.expect_step(groups)
+                    job.refuse_if_unusable()
+                    job.control.expect_step(
+                        session_pb2.ExpectStepRequest(session_id=job.session_id, groups=groups)
+                    )
                 self._told, self._told_epoch, self._is_due = groups, return_count, False
         leases.gradient_is_final(shard)
 

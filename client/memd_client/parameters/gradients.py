@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from memd_client.connection.shard import Shard
     from memd_client.core.job import Job
     from memd_client.core.leases import Leases
+    from memd_client.core.ranks import Ranks
 
 
 class GradientBytes:
@@ -105,6 +106,8 @@ class GradientBytes:
     def _bytes(self, *, writes: bool) -> torch.Tensor:
         slot = self._slot
         if slot is not None:
+            if writes:
+                slot[1].rank_gradients.refuse_change(self._shard, "an operation on p.grad")
             with ExitStack() as held:
                 slot[0].hold_still(held)
                 if self._copy is None:
@@ -191,7 +194,12 @@ class GradientSlot:
             )
         with self._lock:
             is_first = not self.has_come
-            if self._present:
+            if self._job.ranks.are_several:
+                if self._present:
+                    self._job.rank_gradients.refuse_second(self._shard)
+                _add_part(self._shard, gradient, leases, self._job.ranks)
+                self._present = True
+            elif self._present:
                 self.change(leases).add_(gradient)
                 self.show_in_assigned(leases)
             else:
@@ -199,10 +207,15 @@ class GradientSlot:
                 self._overwrite(gradient + 0.0 if self._are_zeros_due else gradient, leases)
             leases.gradient_order.came(self, is_first=is_first)
 
+    def note_sum(self) -> None:
+        """Other ranks have made the gradient, and this one has not."""
+        self._present = True
+
     @torch.no_grad()
     def replace(self, gradient: torch.Tensor, leases: Leases) -> None:
         """For `p.grad = gradient`."""
         self._check(gradient)
+        self._job.rank_gradients.refuse_change(self._shard, "p.grad = ...")
         source = _source_of(gradient)
         with self._lock:
             if source is self:
@@ -271,6 +284,8 @@ class GradientSlot:
     def set_to_zero(self) -> None:
         """As torch's `zero_grad(set_to_none=False)`: a gradient that was never computed stays
         away."""
+        if self.present or self._taken:
+            self._job.rank_gradients.refuse_change(self._shard, "zero_grad(set_to_none=False)")
         with self._lock:
             if self._present:
                 leases = self._job.gradient_leases_of(self._shard)
@@ -402,6 +417,7 @@ class GradientSlot:
 
     def read(self, leases: Leases) -> torch.Tensor:
         """The gradient for reading, by many at a time. Only while `present`."""
+        self._job.rank_gradients.complete("p.grad is read")
         with self._lock:
             self.put_zeros()
             self.follow_assigned(leases)
@@ -432,6 +448,8 @@ class GradientSlot:
 
     def drop(self, what: str) -> bool:
         """The user drops it, by `what`. Returns whether there was one."""
+        if self._present and what == "p.grad = None":
+            self._job.rank_gradients.refuse_change(self._shard, what)
         with self._lock:
             if self._present:
                 self.refuse_if_in_use(what)
@@ -497,6 +515,15 @@ class GradientSlot:
                 f"parameter: {list(gradient.shape)} {gradient.dtype}, {list(self._shard.shape)} "
                 f"{self._shard.dtype}"
             )
+
+
+def _add_part(shard: Shard, gradient: torch.Tensor, leases: Leases, ranks: Ranks) -> None:
+    """This rank's part in the average. The daemon lets ranks add in their order."""
+    part = gradient * (1.0 / ranks.world_size)  # in its dtype, as DistributedDataParallel does
+    if ranks.is_first:
+        leases.overwrite_gradient(shard, part)
+    else:
+        leases.add_gradient(shard, part)
 
 
 def _source_of(gradient: torch.Tensor) -> GradientSlot | None:

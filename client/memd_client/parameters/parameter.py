@@ -165,6 +165,10 @@ class StreamedParameter:
                 _autograds.__set__(parameter, None)
         return self._gradient.drop(what)
 
+    def note_sum(self) -> None:
+        """Other ranks have made a gradient of it, and this one has not."""
+        self._gradient.note_sum()
+
     def take_writes(self) -> None:
         """Takes what was written through views, or refuses it."""
         self._residency.take_writes()
@@ -236,6 +240,7 @@ def accumulate(entry: StreamedParameter, gradient: torch.Tensor) -> None:
     job, shard, slot, early = entry.job, entry.shard, entry.gradient, entry.early
     if early is not None and slot.has_come:
         early.refuse_second(job, shard)
+    job.rank_gradients.expect(shard)
     leases = job.gradient_leases_of(shard)
     slot.accumulate(gradient, leases)
     if early is not None:

@@ -318,8 +318,9 @@ class Residency:
                 except BaseException:
                     # As a write through a view that has ended: the next look takes it to memd.
                     self._views.forget_ended()
-                    self._views.keep_ended(changed, self._write_count)
-                    self._version -= max(change_count, 1)
+                    if self._job.ranks.is_first:  # otherwise it was refused, and is lost
+                        self._views.keep_ended(changed, self._write_count)
+                        self._version -= max(change_count, 1)
                     raise
             if shown is not None:
                 self._views.show(shown, self._write_count)
@@ -612,8 +613,9 @@ class Residency:
             if change_count:
                 self._note_changes(change_count)
             return
-        # If two memories have changes of their own, neither is the value.
-        counted = all(
+        # If two memories have changes of their own, neither is the value. All ranks have rank 0's.
+        is_of_others = not self._job.ranks.is_first
+        counted = not is_of_others and all(
             (change_count > 0 or each.is_shared)
             and each.write_count == self._write_count
             and is_same_bits(each.value, written[0].value)
@@ -638,6 +640,12 @@ class Residency:
                 self._note_changes(change_count)
             self._job.mark_written()
         self._views.show(value, self._write_count)
+        if is_of_others:
+            raise _refused_write(
+                self._job,
+                self._shard,
+                f"on rank {self._job.ranks.rank}, where it is rank 0's and stays as it was",
+            )
         if not counted:
             raise _refused_write(
                 self._job,

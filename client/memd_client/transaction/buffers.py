@@ -111,16 +111,26 @@ class ModuleBuffers:
 
     def capture(self, number: int, transaction: Transaction) -> Staging:
         del number
-        return partial(self._stage, transaction.job)
+        # All ranks have the first one's, as DistributedDataParallel broadcasts them.
+        return partial(self._stage, transaction.job) if transaction.job.ranks.is_first else list
 
     def load(self, number: int, transaction: Transaction) -> Callable[[], None]:
         del number
-        return partial(self._restore, transaction.job)
+        return partial(self.restore, transaction.job)
 
     def holds(self, number: int, transaction: Transaction) -> bool:
         """`offload()` has put the stored values in place already."""
         del number, transaction
         return False
+
+    def share(self, module: nn.Module, job: Job) -> None:
+        """From now on each forward of `module` begins with the first rank's buffers, as in
+        DistributedDataParallel. In a forward that is trained all ranks take part. In others each
+        rank reads those of the last commit, since one may evaluate alone.
+        """
+        hook = _SharedBuffers(self, job)
+        if next(module.buffers(), None) is not None:
+            module.register_forward_pre_hook(hook)
 
     def _stage(self, job: Job) -> list[tuple[Shard, Shard]]:
         """Writes what changed since the last step."""
@@ -132,12 +142,37 @@ class ModuleBuffers:
                 changed.append((buffer.staged, buffer.shard))
         return changed
 
-    def _restore(self, job: Job) -> None:
+    def restore(self, job: Job) -> None:
+        """Puts the stored values in place."""
         with torch.no_grad():
             for buffer in self._buffers:
                 tensor = buffer.owner.tensor()
                 if tensor is not None:
                     tensor.copy_(job.leases.read(buffer.shard))
+
+
+class _SharedBuffers:
+    """A forward pre-hook of several ranks: see `ModuleBuffers.share`."""
+
+    def __init__(self, buffers: ModuleBuffers, job: Job) -> None:
+        self._buffers = buffers
+        self._job = job
+        self._are_own = False  # a forward of this rank has changed them since
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        del args
+        ranks = self._job.ranks
+        if module.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                for buffer in module.buffers():
+                    dense = buffer.detach().contiguous()
+                    ranks.broadcast(dense, "share buffers")
+                    if not ranks.is_first and dense.data_ptr() != buffer.data_ptr():
+                        buffer.copy_(dense)
+            self._are_own = True
+        elif self._are_own and not ranks.is_first:
+            self._buffers.restore(self._job)
+            self._are_own = False
 
 
 def _is_stored(job: Job, shard: Shard, tensor: torch.Tensor) -> bool:

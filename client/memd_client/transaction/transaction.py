@@ -14,7 +14,7 @@ import torch
 
 from memd_client.base.stalls import closing_step
 from memd_client.core.backward import is_in_backward, running_backward
-from memd_client.errors import InvalidArgument, MemdError, NotDurable, SessionFenced
+from memd_client.errors import InvalidArgument, MemdError, NotDurable, NotYet, SessionFenced
 from memd_client.transaction.moments import Moments
 from memd_proto.v1 import job_pb2, session_pb2
 
@@ -266,6 +266,11 @@ class Transaction:
         """As `step`, for the open step of a backward that runs. It may be called for each parameter
         by itself, so what concerns all of them is left to the first call and the end."""
         job = self._job
+        if job.ranks.are_several:
+            raise NotYet(
+                f"job {job.name!r}: step() in backward with several ranks comes in a later "
+                "version; call it after backward"
+            )
         with closing_step(), self._turn:
             late = job.settle()
             if job.steps.open.step_of(backward) is None:
@@ -530,6 +535,7 @@ class Transaction:
         request = session_pb2.StepRequest(
             session_id=job.session_id,
             step=number,
+            rank_call=job.ranks.next_call(),
             groups=step.groups if step is not None else (),
             buffers=[
                 session_pb2.StagedBuffer(
@@ -544,10 +550,11 @@ class Transaction:
             return job.control.begin_step(request)
 
         job.steps.send(number, begin, step)
+        job.rank_gradients.begin()
         self._may_commit = True
         ended, self._step_ended = self._step_ended, time.perf_counter()
         if ended is not None:
-            job.note_step(self._step_ended - ended)
+            job.steps.note_period(self._step_ended - ended)
 
     def _settle_values(self, targets: Iterable[SealedTarget]) -> None:
         """After a step over `targets` was sent: new values that are seen in this process are in

@@ -10,11 +10,17 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from memd_client.core.ranks import Ranks
     from memd_client.updates.targets import Target
 
 
 def clip_gradients(
-    targets: Sequence[Target], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    targets: Sequence[Target],
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+    ranks: Ranks,
 ) -> torch.Tensor:
     """As `torch.nn.utils.clip_grad_norm_` over `targets`, which have gradients, with its bits.
     Gradients are leased one at a time. All are scaled, or none.
@@ -24,10 +30,14 @@ def clip_gradients(
     """
     if not targets:
         return torch.tensor(0.0)
-    norms = [
-        torch.linalg.vector_norm(target.gradient_for_reading(), float(norm_type))
-        for target in targets
-    ]
+    # Ranks have the same targets, and share the work: each gradient is one rank's to read and
+    # change.
+    own = [target for at, target in enumerate(targets) if at % ranks.world_size == ranks.rank]
+    norms = _of_all_ranks(
+        [torch.linalg.vector_norm(each.gradient_for_reading(), float(norm_type)) for each in own],
+        [target.shard.dtype for target in targets],
+        ranks,
+    )
     total_norm: torch.Tensor = torch.linalg.vector_norm(
         torch.stack(_in_torch_order(norms)), float(norm_type)
     )
@@ -38,11 +48,26 @@ def clip_gradients(
         )
     factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
     if factor != 1.0:  # true for NaN too
-        for target in targets:
+        for target in own:
             target.refuse_gradient_change()
-        for target in targets:
+        for target in own:
             target.multiply_gradient(factor)
+        # Nobody reads what others have not scaled yet.
+        ranks.exchange(None, "clip gradients")
     return total_norm
+
+
+def _of_all_ranks(
+    norms: list[torch.Tensor], dtypes: Sequence[torch.dtype], ranks: Ranks
+) -> list[torch.Tensor]:
+    """All norms, of which this rank has its own."""
+    if not ranks.are_several:
+        return norms
+    # A sum with zeros, of numbers that fit float32, is exact.
+    everyone = torch.zeros(len(dtypes), dtype=torch.float32)
+    everyone[ranks.rank :: ranks.world_size] = torch.tensor([float(each) for each in norms])
+    ranks.sum(everyone, "clip gradients")
+    return [norm.to(dtype) for norm, dtype in zip(everyone, dtypes, strict=True)]
 
 
 def _in_torch_order(norms: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -120,6 +120,9 @@ class ResidentTarget(UpdatedTarget):
     def drop_gradient(self) -> bool:
         return False  # torch's `zero_grad` drops it, and the step has consumed memd's copy
 
+    def note_sum(self) -> None:
+        """Several ranks train offloaded parameters only."""
+
     def take_writes(self) -> None:
         """Nothing to take: `seal` compares all bytes."""
 

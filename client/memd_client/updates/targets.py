@@ -78,6 +78,12 @@ def own(
             empties.append(EmptyTarget(parameter, name=name, keeps_maximum=amsgrad))
             made[id(parameter)] = empties[-1]
         elif not entries:
+            if job.ranks.are_several:
+                raise NotYet(
+                    f"job {job.name!r}: parameters that are not offloaded come to several ranks in "
+                    f"a later version; offload the module that has {name!r} before you make its "
+                    "optimizer"
+                )
             spec = _resident_spec(parameter, name, tier, taken, job)
             spec.keeps_maximum = amsgrad
             resident.append((parameter, spec))
