@@ -26,7 +26,7 @@ def refuse_processes(count: int, *, what: str) -> None:
     """
     if count != 1:
         raise InvalidArgument(
-            f"in this version a {what} trains a job of memd in one process, and this one has "
+            f"under a library a job trains in one process in this version, and this {what} has "
             f"{count}"
         )
 
