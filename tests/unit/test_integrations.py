@@ -69,7 +69,7 @@ def test_an_accelerator_that_memd_cannot_keep_is_refused(change: str, message: s
         ("trainer.accelerator.scaler = object()", "fp16 has a GradScaler"),
         (
             "trainer.args.world_size = 2",
-            "trains in one process in this version, and this Trainer has 2",
+            "under a library a job trains in one process in this version, and this Trainer has 2",
         ),
         ("trainer.args.optim = 'adafactor'", "memd has no optimizer for optim='adafactor'"),
     ],
