@@ -45,6 +45,7 @@ from machine import describe_machine
 from memd.bench.figures import Figure
 from memd.client import DaemonClient
 from memd.demo.quantities import parse_count
+from memd.export.formats import format_named
 from memd.export.run import SnapshotExport
 from memd_client import checkpoint
 from report import ratio, seconds, write_report
@@ -144,6 +145,7 @@ def export_again(attach_socket: Path, folder: Path) -> None:
             job=JOB,
             snapshot=SNAPSHOT,
             path=folder / str(number),
+            file_format=format_named("safetensors"),
             file_bytes_max=1 << 40,
             connect=lambda: DaemonClient(attach_socket),
             progress=lambda _done, _all: None,

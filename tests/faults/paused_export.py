@@ -17,7 +17,7 @@ from memd.export import target
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memd.export.safetensors_files import File
+    from memd.export.file import File
 
 # In these tests a snapshot has some MiB.
 WINDOW_BYTES = 256 << 10

@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def main(address: str, folder: Path) -> None:
                 model(torch.ones(1, WIDTH)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+            assert isinstance(future, Future)
             future.result()
         with peak("dcp.load"):
             state = everything()
