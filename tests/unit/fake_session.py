@@ -574,6 +574,11 @@ class FakeDaemon:
                 shard.gradient = None
         return session_pb2.DropGradientsResponse()
 
+    def end_gradients(
+        self, request: session_pb2.EndGradientsRequest
+    ) -> session_pb2.EndGradientsResponse:
+        raise AssertionError(f"only one of several ranks asks this: {request}")
+
     def delete(self, request: session_pb2.DeleteRequest) -> session_pb2.DeleteResponse:
         self.calls.append("delete")
         unknown = []
