@@ -121,7 +121,7 @@ def pod_of(cgroup: str) -> str | None:
         found = (match[1] for part in parts if (match := _POD.fullmatch(part)))
         if outermost := next(found, ""):
             pods.add(outermost.replace("_", "-"))
-    # Hierarchies of version 1 that disagree are nobody's word.
+    # Hierarchies of version 1 that disagree prove nothing.
     return pods.pop() if len(pods) == 1 else None
 
 

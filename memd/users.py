@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def user_name(uid: int) -> str:
     """The number where nobody has it: users of a container need not be known here. It may ask the
-    network, so that a thread on which others wait must not call it."""
+    network: never call it on a thread that others wait for."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

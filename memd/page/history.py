@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from memd_native import JobStatistics, ServerStatistics
 
 SAMPLES_MAX = 150
-# Readers share the samples: many of them make no more of these.
+# Readers share the samples, so more readers take no more of them.
 _APART_S = 1.0
 # A rate over longer than that says nothing of now.
 _OLDEST_S = 600.0

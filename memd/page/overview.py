@@ -208,7 +208,7 @@ def _stalls(job_id: int, samples: Sequence[Sample]) -> str:
     """The share of its steps' time that a training thread stood still, by what for."""
     wall_s = growth(samples, lambda sample: _of_job(sample, job_id, "wall_s"))
     if wall_s <= 0:
-        return '<p class="dim">stalls: no step to tell of</p>'
+        return '<p class="dim">stalls: no step yet</p>'
     now = samples[-1].jobs[job_id]
     seconds = {
         reason: growth(samples, partial(_of_stalls, job_id=job_id, reason=reason))

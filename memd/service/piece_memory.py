@@ -13,10 +13,10 @@ from memd_native import SnapshotMemory
 if TYPE_CHECKING:
     from types import TracebackType
 
-# A piece has some 5 MiB at most. As many as keep the disk and the caller busy at a time: half of it
-# cost a fifth of the rate, and twice as much gained less than a tenth.
+# Pieces have up to 5 MiB, and a few keep the disk and the caller busy at once: half the memory cost
+# a fifth of the rate, and twice as much gained less than a tenth.
 _MEMORY_BYTES = 16 << 20
-# Small ones: their messages lie in the caller's socket.
+# Bounds small pieces, whose messages wait in the caller's socket.
 _PIECES_MAX = 64
 
 

@@ -48,7 +48,7 @@ class Segment {
   uint64_t id() const { return id_; }
   std::string kept_name() const { return concat("segment.", id_); }
 
-  /// Before a job gets it: from now on it is no clean one, whatever becomes of the daemon.
+  /// Call it before a job gets the segment: no later daemon takes it for a clean one.
   void mark_used();
   bool is_gathered() const { return is_gathered_; }
   /// Reserved ones.

@@ -39,9 +39,10 @@ class Workers {
   /// The job's share from now on, where others have work as well.
   void set_weight(JobId job, JobWeight weight);
   void submit(WorkOrder order, std::function<void()> work, std::function<void()> done);
-  /// `piece` of each part of `bytes`, on any of the threads, as one part at a time does not keep
-  /// other jobs waiting; `done` once, after the last. `bytes` may be 0. It costs the same for any
-  /// number of parts: few wait at a time, and who has done one lets the next one wait.
+  /// Runs `piece` for each part of `bytes`, on any of the threads: parts are small, so that other
+  /// jobs get a turn between them. Runs `done` once, after the last. `bytes` may be 0. The cost to
+  /// the caller does not grow with the number of parts: a few are queued at a time, and each one
+  /// that ends queues the next.
   void submit_pieces(JobId job,
                      uint64_t bytes,
                      std::function<void(uint64_t offset, uint64_t bytes)> piece,

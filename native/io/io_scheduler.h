@@ -111,7 +111,7 @@ class IoScheduler {
     uint64_t passed_scrub_bytes = 0;  // by jobs, while a scrub waits
     bool scrub_gave_way = false;      // to a demanded chunk, when it was its turn
     uint32_t scrub_in_flight_count = 0;
-    uint32_t scrub_in_flight_max = 1;  // one more each time so many have ended that no job met
+    uint32_t scrub_in_flight_max = 1;  // grows by one when so many have ended without a job beside
     uint32_t scrub_alone_count = 0;    // that have ended since it grew
   };
 

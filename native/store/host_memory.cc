@@ -57,7 +57,7 @@ Status HostMemory::give(Job& job) {
   job.kept().keep(parts_.keepsakes);
   MEMD_FAILPOINT("job.memory_given");
   job.kept().expect_shards();
-  // All of it is unassigned yet.
+  // All of the memory is still unassigned.
   MEMD_CHECK(job.memory()->reserve_host(needed.state_bytes == 0 ? 0 : needed.host_side_bytes()));
   return Status::ok();
 }

@@ -100,8 +100,8 @@ class FileBytes:
 
 
 class MappedFiles:
-    """The files that this process has mapped. Whoever asks for a tensor has had it since before
-    this was made: its memory is no other file's by now."""
+    """The files that this process has mapped. Ask only for tensors that are older than this object:
+    their memory can't have become another file's meanwhile."""
 
     def __init__(self) -> None:
         self._maps = _read_maps()
@@ -159,7 +159,7 @@ def _parse(line: str) -> _Map:
     addresses, access, file_begin, device, inode, *path = line.split(maxsplit=5)
     begin, end = (int(each, 16) for each in addresses.split("-"))
     major, minor = (int(each, 16) for each in device.split(":"))
-    # One that is deleted, as memory of memd's own, nobody can open.
+    # A deleted file, such as memd's own memory, can't be opened.
     is_named = bool(path) and path[0].startswith("/") and not path[0].endswith(" (deleted)")
     name = path[0] if is_named else ""
     return _Map(begin, end, access[3] == "p", int(file_begin, 16), (major, minor), int(inode), name)

@@ -42,7 +42,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """First values, loads and writes outside of steps are its."""
+        """The rank that gives first values, loads, and writes outside of steps."""
         return self._rank == 0
 
     def next_call(self) -> session_pb2.RankCall | None:
@@ -133,7 +133,7 @@ class Ranks:
             raise self._unanswered(what, error) from error
 
     def end(self) -> None:
-        """This rank talks to no other any more."""
+        """Ends this rank's group with the others."""
         if self._group is not None and torch.distributed.is_initialized():
             with suppress(ValueError):  # the user has ended all groups, and begun others
                 torch.distributed.destroy_process_group(self._group)

@@ -38,8 +38,8 @@ class LeaseGates {
   virtual void free_early_slot(const Entry& value) = 0;
 
   // Tiles in private memory.
-  /// The newest bytes of the entry's replica `index` are there, or come to live there with their
-  /// next use: the disk has none, or older ones.
+  /// Whether the newest bytes of the entry's replica `index` are in private memory, or move there
+  /// with their next use: the disk has none, or older ones.
   virtual bool is_tile_newer(const Entry& entry, size_t index) const = 0;
   /// Copies them to `into`.
   virtual void read_tile(Entry& entry, size_t index, std::byte* into, Done done) = 0;

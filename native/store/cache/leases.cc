@@ -94,7 +94,7 @@ Leases::Grant Leases::try_grant(LeaseWaiter& waiter) {
   if (waiter.request().mode != LeaseMode::read) parts_.table.withhold(shard_id);
   const Grant grant = grant_or_wait(waiter);
   parts_.table.end_withholding();
-  // A writer that still waits keeps nobody from reading, and one that is gone no more.
+  // Neither a writer that waits nor one that has gone keeps others from reading.
   parts_.table.publish_shard(shard_id);
   return grant;
 }
@@ -210,8 +210,7 @@ Leases::Outcome Leases::check_contributors(const Try& asked) const {
                                     "to it"));
 }
 
-// Ranks add to a sum in their order. What changes a sum that is complete comes later, and from one
-// of them.
+// Ranks add to a sum in rank order. Only when the sum is complete may one of them change it.
 Leases::Outcome Leases::check_rank(const Try& asked) const {
   const Ranks& ranks = parts_.group.ranks();
   const auto rank = ranks.rank_of(asked.request.session_id);
@@ -305,8 +304,8 @@ Leases::Grant Leases::copy_for_writer(const Try& asked, uint32_t index) {
   Entry& entry = asked.entry;
   if (parts_.slots.has_writer(*entry.slot())) return wait(asked.waiter, WaitsFor::writer);
   if (entry.task_count() != 0) return wait(asked.waiter, WaitsFor::update);
-  // Its readers may let go meanwhile: bytes that are to be copied must not make room for
-  // themselves.
+  // Its readers may end meanwhile: bytes that are about to be copied must not be evicted to make
+  // room for their own copy.
   entry.add_task();
   auto copy = make_room(entry, true);
   entry.remove_task();

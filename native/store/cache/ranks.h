@@ -37,7 +37,7 @@ class Ranks {
   uint64_t start() const { return start_; }
   uint32_t world_size() const { return static_cast<uint32_t>(places_.size()); }
   std::optional<uint32_t> rank_of(uint64_t session_id) const;
-  /// Its session, or that which it had; 0: none came yet.
+  /// The rank's session, or its last one; 0: the rank has not come yet.
   uint64_t session_of(uint32_t rank) const { return places_[rank].session_id; }
   /// ok, or which rank has left.
   Status check_whole(const std::string& job_name) const;

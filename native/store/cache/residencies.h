@@ -105,7 +105,7 @@ class Residencies {
   std::set<uint32_t> awaited_ids_;          // dirty ones
   std::set<uint32_t> awaited_pending_ids_;  // whose finished overwrite takes its place until then
   uint64_t draining_bytes_ = 0;
-  // Ids of entries with a pending slot, and of some whose writer has ended without one.
+  // Ids of entries with a pending slot; some have lost it since, as their writer gave up.
   std::set<uint32_t> pending_ids_;
   uint32_t next_pending_id_ = 0;  // settle_pending() goes on there
 };

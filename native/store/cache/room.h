@@ -42,9 +42,9 @@ class Room {
   /// The same for who does not come again: nothing goes unless all of it goes in this call.
   bool evict_at_once_for(const EvictionWish& wish);
 
-  /// An overwrite of so many bytes was granted, and the next one will need room as well: while a
-  /// client fills this one, dirty bytes are written back for it. Nothing is where as much is free,
-  /// clean or on its way.
+  /// An overwrite of `bytes` was granted, and the next one will need as much room: writes dirty
+  /// bytes back while the client fills this one. Does nothing if that much is free, clean or being
+  /// written.
   void write_ahead(uint64_t bytes);
 
   /// Clients give pins back without a request. Looks at entries that were leased when they were to

@@ -135,7 +135,7 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
   if (declaration.asks_for_more) {
     Status room = admission_.make_room(declaration.wanted);
     if (!room.is_ok() && declaration.wanted.host_tier_bytes() != 0) {
-      // Tiles that are only cached are in nobody's way.
+      // Tiles that are only cached give way.
       state_->drop_clean_tiles();
       room = admission_.make_room(declaration.wanted);
     }

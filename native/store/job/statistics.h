@@ -57,10 +57,10 @@ struct SnapshotInfo {
   uint64_t created_s = 0;  // since 1970
   uint64_t bytes = 0;      // on disk, some of which the job or other snapshots may name too
   uint64_t extent_count = 0;
-  bool is_lost = false;                  // its catalogue is damaged: nobody knows what it was
+  bool is_lost = false;                  // its catalogue is damaged, so its contents are unknown
   std::vector<std::string> lost_shards;  // with bytes that are gone
-  bool is_exported = false;              // somebody reads it
-  double exported_part = 0;              // what was read of it then, 0 to 1
+  bool is_exported = false;              // an export reads it now
+  double exported_part = 0;              // how much of it that export has read, 0 to 1
 };
 
 /// Reads of snapshots for exports.

@@ -89,7 +89,7 @@ void JobSnapshots::create(const SnapshotRequest& request, Made made) {
     return made(error(StatusCode::not_found, "there is no job with id ", request.job_id));
   }
   if (const auto early = answer_early(*job, request)) return made(*early);
-  // Tier host is written for it, which has no room on disk otherwise.
+  // A snapshot writes tier host, which otherwise needs no room on disk.
   if (job->shards().declared().has_host_tier()) {
     if (Status room = job->admission().check_next_snapshot(); !room.is_ok()) return made(room);
   }
@@ -309,8 +309,8 @@ void JobSnapshots::built(const RestoringPointer& restoring) {
       });
 }
 
-// After the commit nobody could refuse it any more. Where the job has no memory yet, whoever gives
-// it some looks. A segment of the arena stays there.
+// Once the restore is committed, it can't be refused. A job without memory is checked when it gets
+// some. Segments of the arena stay in the arena.
 Status JobSnapshots::check_memory(const Restoring& restoring) const {
   const Job& job = restoring.job;
   const JobMemory* const memory = job.memory();

@@ -22,9 +22,9 @@ class ReturnsToSnapshots {
   ReturnsToSnapshots(const ReturnsToSnapshots&) = delete;
   ReturnsToSnapshots& operator=(const ReturnsToSnapshots&) = delete;
 
-  /// Begins with the job, if it is one. One sentence that says so, or nothing.
+  /// Begins the job's return, if it has to make one. Returns a sentence for the log, or nothing.
   std::string begin(uint64_t job_id);
-  /// Calls it when no job is on its way any more: at once, where none is.
+  /// Calls `then` when no return is under way: at once if there is none.
   void when_ended(std::function<void()> then);
 
  private:

@@ -61,7 +61,7 @@ class SnapshotPiece {
   std::span<const std::byte> max_exp_avg_sq() const;
   /// fp32, for bf16 alone: the value with its remainder, from which Adam goes on.
   std::span<const std::byte> master() const;
-  /// From the begin of the export's memory.
+  /// From the start of the export's memory.
   uint64_t offset_bytes(std::span<const std::byte> part) const {
     return static_cast<uint64_t>(part.data() - into_.memory->data());
   }

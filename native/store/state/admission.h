@@ -84,16 +84,16 @@ class Admission {
   uint64_t arena_bytes_max() const;
   /// Whether the quotas hold the job with `wanted` in the place of what it has now.
   Status check(const DeclaredSpace& wanted) const;
-  /// The same, with optimizer state in `bucket`, and maxima as well: of tier host there is memory
-  /// for it afterwards.
+  /// The same with optimizer state in `bucket`, and with maxima if asked. Tier host then has the
+  /// memory for it.
   Status make_room_for_state(const Bucket& bucket, bool with_maxima) const;
-  /// Whether the quotas hold the job with `wanted`; of tier host there is memory for it then.
+  /// Whether the quotas hold the job with `wanted`. Tier host then has the memory for it.
   Status make_room(const DeclaredSpace& wanted) const;
   /// Gives tier host its memory, if the host quota holds it beside what training works in.
   Status reserve_host(const DeclaredSpace& wanted) const;
-  /// Whether they hold it with these snapshots beside those that it has.
+  /// Whether the quotas hold `more` snapshots beside those that the job has.
   Status check_snapshots(const SnapshotSpace& more) const;
-  /// The same with one more of all that the job may have by now, before any of it is written.
+  /// The same for one snapshot of all that the job may have by now, before any of it is written.
   Status check_next_snapshot() const;
   /// The part of a host quota of such segments that `declared` needs; nothing without tier host.
   static HostNeeded host_needed(const DeclaredSpace& declared, uint64_t segment_bytes);

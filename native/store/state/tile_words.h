@@ -29,10 +29,10 @@ static_assert(piece_elements(false) % 64 == 0 && piece_elements(true) % 64 == 0)
 
 struct TileState {
   uint64_t step = 0;  // whose bytes they are
-  /// In the private side, and nowhere else; without it the extents have them. Of tier host: in the
-  /// host side.
+  /// Offset in the private side, which alone has the bytes; without it the extents have them. For
+  /// tier host: offset in the host side.
   std::optional<uint64_t> private_offset_bytes;
-  /// The length of its place in the host side; 0: it is none of tier host.
+  /// Length of its place in the host side; 0: the tile is not of tier host.
   uint64_t host_bytes = 0;
   ExtentRecord value;
   ExtentRecord rest;

@@ -107,7 +107,7 @@ void StepCommit::make_on_disk(const std::shared_ptr<StepReport>& report, Done do
 }
 
 void StepCommit::write_to_disk(const std::shared_ptr<StepReport>& report, Done done) {
-  // Part of the job is on disk then, of a step or of several: nobody may go on from there.
+  // The disk then has part of the job, of one step or several: no job may resume from it.
   const bool leaves_some = sync_ == Sync::plain && parts_.job.shards.declared().has_host_tier();
   const Done copied = [this, report, leaves_some, done = std::move(done)](const Status& status) {
     if (!status.is_ok()) return done(status);
