@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <memory>
 #include <set>
@@ -27,6 +28,12 @@ ShardSpec in_host(ShardSpec spec) {
 ShardSpec value_only(ShardSpec spec) {
   spec.value_only = true;
   return spec;
+}
+
+std::vector<float> positive_numbers(uint64_t count, uint32_t seed) {
+  std::vector<float> values = numbers(count, seed);
+  for (float& value : values) value = std::abs(value);
+  return values;
 }
 
 struct Case {
@@ -368,6 +375,37 @@ TEST_P(HostTierTest, goes_back_to_a_snapshot_and_lives_in_memory_again) {
   training.expect_equal();
   EXPECT_EQ(training.extent_count(), 0U);
   expect_all_bytes_held(training.job());
+}
+
+TEST_P(HostTierTest, moments_of_one_tile_are_loaded_into_a_parameter_that_is_on_disk_alone) {
+  TestKeeper keeper;
+  auto* heart = new Heart(disk_, kSegments, &keeper);
+  auto training = std::make_unique<Training>(*heart, GetParam());
+  training->write_all();
+  ASSERT_TRUE(training->step().first.is_ok());
+  ASSERT_TRUE(training->snapshot("s").is_ok());
+  ASSERT_TRUE(training->go_back("s").is_ok());
+  MomentValues loaded{.exp_avg = numbers(kTileElements, 5),
+                      .exp_avg_sq = positive_numbers(kTileElements, 6),
+                      .max_exp_avg_sq = {}};
+  if (GetParam().amsgrad) loaded.max_exp_avg_sq = positive_numbers(kTileElements, 7);
+  const uint32_t id = training->ids()[0];
+  Twin& twin = training->twins[0];
+  ASSERT_TRUE(heart->write_moments(training->session(), id, twin.t, loaded).is_ok());
+  std::copy(loaded.exp_avg.begin(), loaded.exp_avg.end(), twin.m.begin());
+  std::copy(loaded.exp_avg_sq.begin(), loaded.exp_avg_sq.end(), twin.v.begin());
+  std::copy(loaded.max_exp_avg_sq.begin(), loaded.max_exp_avg_sq.end(), twin.v_max.begin());
+  training->expect_equal();
+  const uint64_t session = training->session();
+  heart->kill();  // and never destroyed
+  Heart next(disk_, kSegments, &keeper);
+  ASSERT_TRUE(next.loaded.is_ok()) << next.loaded.message();
+  EXPECT_TRUE(next.store().load_notes().empty()) << next.store().load_notes()[0];
+  Training after(next, *training, session);
+  after.expect_equal();
+  ASSERT_TRUE(after.step().first.is_ok());
+  after.expect_equal();
+  expect_all_bytes_held(after.job());
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds,

@@ -1,10 +1,23 @@
 #include "store/job/job_operations.h"
 
+#include <memory>
+#include <set>
 #include <utility>
 
 #include "store/job/job_gates.h"
 
 namespace memd {
+namespace {
+
+/// The parameter's; none where the write of moments is refused.
+std::set<uint32_t> buckets_of(const Job& job, const MomentsRequest& request) {
+  const Shards& shards = job.shards();
+  const bool is_known = job.progress().stopped().is_ok() &&
+                        shards.find_entry(request.shard_id, Part::gradient) != nullptr;
+  return is_known ? std::set{shards[request.shard_id].bucket} : std::set<uint32_t>{};
+}
+
+}  // namespace
 
 /// Answers the questions of a job's steps.
 class JobOperations::StepCalls final : public StepGate {
@@ -122,10 +135,17 @@ void JobOperations::write_moments(const MomentsRequest& request,
           "moments",
           [this, job, request, generation, shared, done = std::move(done)](const Status& turn) {
             if (!turn.is_ok()) return done(turn);
-            job->state().moments().write(
-                request, generation, std::move(*shared), [this, job, done](const Status& status) {
-                  done(status);
-                  end(job->job_id());
+            const Done written = [this, job, done](const Status& status) {
+              done(status);
+              end(job->job_id());
+            };
+            // All tiles of tier host are in memory before one of them has no extents any more.
+            job->state().host().give_places(
+                buckets_of(*job, request),
+                std::make_shared<StepReport>(),
+                [job, request, generation, shared, written](const Status& placed) {
+                  if (!placed.is_ok()) return written(placed);
+                  job->state().moments().write(request, generation, std::move(*shared), written);
                 });
           });
 }

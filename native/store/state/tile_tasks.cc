@@ -479,11 +479,13 @@ void TileTasks::try_short_of_extents() {
 TileState TileTasks::state_in_memory(const Running& running) const {
   if (running.record && running.is_host()) {
     const uint64_t step = parts_.progress.committed_step();
+    // The next daemon needs all of an entry in memory, or all on disk.
+    const bool has_extents = !running.changes_state();
     return {.step = running.task.may_stay ? step + 1 : step,
             .private_offset_bytes = running.place->offset_bytes,
             .host_bytes = running.place->bytes,
-            .value = {},
-            .rest = {}};
+            .value = has_extents ? running.value_source() : ExtentRecord{},
+            .rest = has_extents ? running.rest_source() : ExtentRecord{}};
   }
   if (!running.record || (!running.stays && !running.bytes.begin_piece)) return {};
   return {.step = parts_.progress.committed_step() + 1,

@@ -491,6 +491,64 @@ TEST_P(InMemoryKillTest, at_any_moment_of_a_snapshot_no_bit_of_tier_host_is_lost
   }
 }
 
+TEST_P(InMemoryKillTest, while_tier_host_comes_back_from_a_snapshot_no_bit_is_lost) {
+  if (!is_host()) GTEST_SKIP() << "others stay on disk";
+  const auto go_back = [this] {
+    run_to_third_step();
+    const uint64_t job_id = heart_->job(session_).job_id();
+    std::optional<Status> answer;
+    heart_->store().snapshots().create(
+        {.job_id = job_id, .name = "s", .created_s = 1, .number = 7},
+        [&](const Result<SnapshotInfo>& made) { answer = made.status(); });
+    ASSERT_TRUE(heart_->until([&] { return answer.has_value(); }));
+    ASSERT_TRUE(answer->is_ok()) << answer->message();
+    ASSERT_TRUE(heart_->store().detach(session_).is_ok());
+    answer.reset();
+    heart_->store().snapshots().restore(
+        job_id, "s", [&](const Result<SnapshotInfo>& made) { answer = made.status(); });
+    ASSERT_TRUE(heart_->until([&] { return answer.has_value(); }));
+    ASSERT_TRUE(answer->is_ok()) << answer->message();
+    session_ = heart_->attach(job_id);
+    ids_ = heart_->declare(
+        session_,
+        {of_tier(with_maximum(parameter("large", elements_, GetParam().dtype), settings_.amsgrad)),
+         of_tier(with_maximum(parameter("small", kSmall, GetParam().dtype), settings_.amsgrad)),
+         bytes_shard("buffer", kBufferBytes, ShardKind::buffer),
+         bytes_shard("staged", kBufferBytes, ShardKind::buffer)});
+  };
+  const auto kill_in_read = [this](const std::string& name, uint64_t hit) {
+    const auto held = std::make_shared<std::shared_ptr<std::optional<Held>>>();
+    return kill_while(
+        name,
+        hit,
+        [held, session = session_, id = ids_[0]](Heart& heart) { *held = heart.ask(session, id); },
+        [held](Heart&) { return (*held)->has_value(); });
+  };
+  const auto go_on_from_snapshot = [this] {
+    start();
+    if (HasFatalFailure()) return;
+    ASSERT_TRUE(heart_->store().resume_session(session_, kOwner).is_ok());
+    write_gradients(70);
+    expect_step(3, 70);
+  };
+  go_back();
+  const auto moments = kill_in_read("", 0);
+  go_on_from_snapshot();
+  end();
+  ASSERT_FALSE(HasFailure());
+  ASSERT_EQ(moments.at("tile.recorded"), 3U);
+  for (const auto& [name, count] : moments) {
+    for (const uint64_t hit : std::set<uint64_t>{1, count}) {
+      SCOPED_TRACE(concat(name, ", time ", hit));
+      go_back();
+      kill_in_read(name, hit);
+      go_on_from_snapshot();
+      end();
+      if (HasFailure()) return;
+    }
+  }
+}
+
 TEST_P(InMemoryKillTest, a_state_that_is_loaded_into_tier_host_is_the_old_one_or_the_new_one) {
   if (!is_host()) GTEST_SKIP() << "a dirty tile is on disk first";
   MomentValues loaded{
