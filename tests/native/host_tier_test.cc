@@ -521,6 +521,45 @@ TEST_F(HostTier, a_loaded_state_survives_a_kill_and_a_snapshot) {
   EXPECT_TRUE(next.read<float>(session, ids[0]) == numbers(5000, 1));
 }
 
+// The next daemon finds a tile in its new place before the bytes are on disk.
+TEST_F(HostTier, a_write_that_fails_in_a_snapshot_leaves_each_tile_a_place_of_its_own) {
+  for (const uint64_t passed_count : {0, 1, 2, 3}) {
+    disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+    TestKeeper keeper;
+    auto* heart = new Heart(disk_, kSegments, &keeper);
+    Training training(*heart, {.large = 3 * kTileElements + 1000});
+    const auto later =
+        heart->declare(training.session(), {in_host(parameter("later", 2 * kTileElements))});
+    training.write_all();
+    ASSERT_TRUE(training.step().first.is_ok());
+    ASSERT_TRUE(heart->sync(training.session()).is_ok());
+    // Its other tiles get places for maxima when they are copied.
+    MomentValues loaded{.exp_avg = numbers(kTileElements, 5),
+                        .exp_avg_sq = positive_numbers(kTileElements, 6),
+                        .max_exp_avg_sq = positive_numbers(kTileElements, 7)};
+    Twin& twin = training.twins[0];
+    ASSERT_TRUE(
+        heart->write_moments(training.session(), training.ids()[0], twin.t, loaded).is_ok());
+    std::copy(loaded.exp_avg.begin(), loaded.exp_avg.end(), twin.m.begin());
+    std::copy(loaded.exp_avg_sq.begin(), loaded.exp_avg_sq.end(), twin.v.begin());
+    heart->faults().add_fault({.io_kind = IoKind::write, .skip_count = passed_count});
+    EXPECT_FALSE(training.snapshot("s").is_ok());
+    EXPECT_EQ(heart->faults().fault_hit_count(), 1U);
+    // Its tiles take what memory is free.
+    loaded.max_exp_avg_sq.clear();
+    ASSERT_TRUE(heart->write_moments(training.session(), later[0], 1, loaded).is_ok());
+    heart->kill();  // and never destroyed
+    Heart next(disk_, kSegments, &keeper);
+    ASSERT_TRUE(next.loaded.is_ok()) << next.loaded.message();
+    EXPECT_TRUE(next.store().load_notes().empty()) << next.store().load_notes()[0];
+    Training after(next, training, training.session());
+    after.expect_equal();
+    ASSERT_TRUE(after.step().first.is_ok());
+    after.expect_equal();
+    expect_all_bytes_held(after.job());
+  }
+}
+
 TEST_F(HostTier,
        a_snapshot_that_the_disk_quota_does_not_hold_is_refused_before_anything_is_written) {
   Heart heart(disk_, kSegments);

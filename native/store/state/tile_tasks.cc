@@ -25,6 +25,7 @@ struct TileTasks::Running {
   std::optional<HostTiles::Place> place;
   std::optional<HostTiles::Place> old_place;
   std::optional<HostTiles::Place> guard;
+  bool has_moved = false;  // the tile words may name `place` instead of the old one
   bool value_from_arena = false;
   bool zeroes_value = false;  // nothing was ever written there
   bool zeroes_rest = false;
@@ -553,6 +554,7 @@ void TileTasks::run_on_worker(Running& running, const TileState& state) const {
     if (state.private_offset_bytes) {
       parts_.tiles.words()->publish(*running.record, state, parts_.ledger->base());
     }
+    running.has_moved = running.is_host() && (running.old_place || disk);
     MEMD_FAILPOINT("tile.before_checksums");
     if (running.writes_value()) {
       running.value_extent.checksum =
@@ -708,7 +710,8 @@ void TileTasks::settle_host_memory(const Running& running, const Status& status)
   if (running.guard) side.free(running.guard->offset_bytes);
   const bool is_new = running.old_place || !running.in_memory;
   const uint64_t key = running.key();
-  if (status.is_ok()) {
+  // A write to disk that fails leaves the bytes whole in their new place.
+  if (status.is_ok() || running.has_moved) {
     if (running.old_place) side.free(running.old_place->offset_bytes);
     tiles.put(key, *running.place);
     if (tiles.contains_all(*running.task.bucket)) running.task.entry->set_in_host_tiles();
