@@ -560,6 +560,49 @@ TEST_F(HostTier, a_write_that_fails_in_a_snapshot_leaves_each_tile_a_place_of_it
   }
 }
 
+TEST_F(HostTier, a_step_that_fails_half_way_says_which_snapshot_the_job_goes_on_from) {
+  for (const bool has_snapshot : {false, true}) {
+    disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
+    Heart heart(disk_, kSegments);
+    Training training(heart, {});
+    training.write_all();
+    ASSERT_TRUE(training.step().first.is_ok());
+    const std::vector<Twin> kept = training.twins;
+    if (has_snapshot) ASSERT_TRUE(training.snapshot("s").is_ok());
+    ASSERT_TRUE(training.step().first.is_ok());
+    training.write_gradients();
+    const Entry& gradient = *training.job().shards().find_entry(training.ids()[0], Part::gradient);
+    const uint64_t arena_bytes = training.job().memory()->arena_bytes_max();
+    const auto blob = heart.declare(training.session(), {bytes_shard("blob", arena_bytes)});
+    heart.write(training.session(), blob[0], pattern(arena_bytes, 1));
+    ASSERT_TRUE(gradient.has_replica());
+    const ExtentRecord lost = gradient.replicas()[1].extent();
+    disk_->bytes()[lost.address.offset_bytes + 5] ^= std::byte{1};
+    const Status failed = heart.step(training.request()).first;
+    ASSERT_FALSE(failed.is_ok());
+    const auto says = [&](const char* text) {
+      return failed.message().find(text) != std::string::npos;
+    };
+    EXPECT_TRUE(says("cannot be undone with parameters in tier host")) << failed.message();
+    EXPECT_FALSE(says("durability")) << failed.message();
+    EXPECT_EQ(says("connect again to go on from its last snapshot, at step 1"), has_snapshot)
+        << failed.message();
+    EXPECT_EQ(says("in memory alone since step 1: what is on disk is no step"), !has_snapshot)
+        << failed.message();
+    EXPECT_EQ(says("connect(fresh=True)"), !has_snapshot) << failed.message();
+    // It does as it says.
+    const uint64_t before = training.session();
+    ASSERT_TRUE(heart.store().detach(before).is_ok());
+    heart.turns();
+    const auto session = attach_again(heart);
+    ASSERT_EQ(session.is_ok(), has_snapshot) << session.status().message();
+    if (!has_snapshot) continue;
+    training.twins = kept;
+    Training after(heart, training, session.value());
+    after.expect_equal();
+  }
+}
+
 TEST_F(HostTier,
        a_snapshot_that_the_disk_quota_does_not_hold_is_refused_before_anything_is_written) {
   Heart heart(disk_, kSegments);

@@ -1,6 +1,8 @@
 #include "store/step/step.h"
 
 #include <algorithm>
+#include <string>
+#include <vector>
 
 #include "base/check.h"
 #include "base/failpoint.h"
@@ -11,6 +13,42 @@
 #include "store/step/steps.h"
 
 namespace memd {
+namespace {
+
+/// Why a step that is half made cannot be undone, and how its job goes on. As Job::restore() says
+/// it.
+std::string way_on(const StepParts& parts) {
+  const StateParts& job = parts.job;
+  const uint64_t since = parts.durable.catalogue().undurable_since();
+  const bool has_host_tier = job.shards.declared().has_host_tier();
+  const std::string kept = has_host_tier
+                               ? "parameters in tier host"
+                               : concat("durability \"", job.admission.durability().text(), "\"");
+  if (since == 0) {
+    return concat(kept,
+                  "; connect again to go on from the last step on disk, which is ",
+                  parts.progress.durable_step());
+  }
+  const std::vector<KeptStep>& snapshots = job.space.snapshots().steps;
+  const bool has_snapshot =
+      std::any_of(snapshots.begin(), snapshots.end(), [since](const KeptStep& snapshot) {
+        return snapshot.step < since;
+      });
+  if (has_host_tier && has_snapshot) {
+    return concat(kept,
+                  "; connect again to go on from its last snapshot, at step ",
+                  parts.progress.durable_step());
+  }
+  return concat(kept,
+                has_host_tier ? ", which have been in memory alone since step "
+                              : ", and it ran on without durability since step ",
+                since,
+                ": what is on disk is no step; go back to a snapshot (memd snapshot restore), "
+                "start over with connect(fresh=True), or drop it with `memd job drop`");
+}
+
+}  // namespace
+
 const char* step_state_text(StepState state) {
   switch (state) {
     case StepState::queued:
@@ -299,26 +337,13 @@ void Step::stop_job(const Status& status) {
   const StateParts& job = parts_.job;
   JobProgress& progress = parts_.progress;
   if (job.ledger != nullptr) job.ledger->give_up();
-  // As Job::restore() says it.
-  const uint64_t since = parts_.durable.catalogue().undurable_since();
-  const std::string way_on =
-      since == 0 ? concat("; connect again to go on from the last step on disk, which is ",
-                          progress.durable_step())
-                 : concat(", and it ran on without durability since step ",
-                          since,
-                          ": what is on disk is no step; go back to a snapshot (memd snapshot "
-                          "restore), start over with connect(fresh=True), or "
-                          "drop it with `memd job drop`");
   progress.stop(error(status.code(),
                       "job ",
                       job.job_name,
                       ": step ",
                       progress.committed_step() + 1,
-                      " failed while its state was updated in place, and cannot be undone with "
-                      "durability \"",
-                      job.admission.durability().text(),
-                      "\"",
-                      way_on,
+                      " failed while its state was updated in place, and cannot be undone with ",
+                      way_on(parts_),
                       ": ",
                       status.message()));
   progress.return_to_disk();
