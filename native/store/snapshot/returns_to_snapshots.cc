@@ -9,7 +9,8 @@ std::string ReturnsToSnapshots::begin(uint64_t job_id) {
   const JobProgress& progress = job.progress();
   const bool is_lost = !progress.stopped().is_ok() && progress.undurable_since() != 0;
   if (!is_lost || !job.shards().declared().has_host_tier()) return {};
-  // A later one may be of steps that the job has gone back from.
+  // A later one may be of steps that the job has gone back from. So may this one, if the job
+  // trained past its step again and has none that was made since.
   const Snapshot* const last = snapshots_.last_before(job_id, progress.undurable_since());
   if (last == nullptr) return {};
   std::string said = concat("job ",
