@@ -288,7 +288,7 @@ def send_session(peers: Peers, peer: Peer, grant: SessionGrant) -> None:
 
 
 def send_export(peers: Peers, peer: Peer, reading_id: int, fds: tuple[int, int]) -> None:
-    """Passes the memory and the event of an export. OSError where the client does not take it."""
+    """Passes the memory and the socket of an export. OSError where the client does not take it."""
     answer = attach_pb2.Descriptors(kind=attach_pb2.Descriptors.KIND_EXPORT, reading_id=reading_id)
     peers.send(peer, answer.SerializeToString(), fds)
 

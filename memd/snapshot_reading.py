@@ -7,6 +7,8 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
 from memd.refusal import StatusCode, Unreachable
@@ -32,7 +34,7 @@ class SnapshotReading:
         self._connection = connection
         self._contents: job_pb2.SnapshotContents | None = None
         self._memory = memoryview(b"")
-        self._event_fd = -1
+        self._releases: socket.socket | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -46,9 +48,9 @@ class SnapshotReading:
         self._answers.close()
         # Unmapped once nobody has a view of it.
         self._memory = memoryview(b"")
-        if self._event_fd >= 0:
-            os.close(self._event_fd)
-            self._event_fd = -1
+        if self._releases is not None:
+            self._releases.close()
+            self._releases = None
 
     def contents(self) -> job_pb2.SnapshotContents:
         if self._contents is None:
@@ -75,8 +77,14 @@ class SnapshotReading:
         for answer in self._answers:
             yield answer
             if answer.piece_next > piece_next:
-                os.eventfd_write(self._event_fd, answer.piece_next - piece_next)
+                self._release(answer.piece_next - piece_next)
                 piece_next = answer.piece_next
+
+    def _release(self, count: int) -> None:
+        assert self._releases is not None
+        # The daemon closes its end after the last message, and where it ends: the next answer says.
+        with suppress(ConnectionError):
+            self._releases.send(count.to_bytes(8, sys.byteorder), socket.MSG_NOSIGNAL)
 
     def bytes_of(self, run: job_pb2.SnapshotRun) -> memoryview:
         """Valid until the next answer is asked for."""
@@ -84,7 +92,8 @@ class SnapshotReading:
 
     def _map(self, reading_id: int) -> None:
         """The daemon sent both descriptors before its first answer."""
-        memory_fd, self._event_fd = self._descriptors(reading_id)
+        memory_fd, releases_fd = self._descriptors(reading_id)
+        self._releases = socket.socket(fileno=releases_fd)
         try:
             mapping = mmap.mmap(memory_fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
         finally:

@@ -140,6 +140,7 @@ class JobService:
     def _hand_over(self, memory: PieceMemory, reading: SnapshotReading, call: Call) -> None:
         try:
             send_export(self._peers, call.peer, reading.reading_id, memory.fds)
+            memory.is_with_caller()
         except OSError as error:
             raise Refused(
                 StatusCode.UNAVAILABLE,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import select
+import socket
+import sys
 from collections import deque
 from typing import TYPE_CHECKING, Self
 
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
 _MEMORY_BYTES = 16 << 20
 # Bounds small pieces, whose messages wait in the caller's socket.
 _PIECES_MAX = 64
+# A native u64: how many pieces.
+_COUNT_BYTES = 8
 
 
 class PieceMemory:
-    """One export has it; its thread alone calls it. The caller maps it for reading, and adds to
-    `event_fd` how many pieces it needs no more. If it adds too many, it reads other bytes of the
+    """One export has it; its thread alone calls it. The caller maps it for reading, and says in
+    packets how many pieces it needs no more. If it says so too early, it reads other bytes of the
     same snapshot.
     """
 
@@ -30,7 +33,11 @@ class PieceMemory:
         """StatusError, Refused: there is no memory, or no descriptor."""
         self.memory = SnapshotMemory(_MEMORY_BYTES)
         try:
-            self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            # A pair, of which each end has flags of its own: the caller must not be able to make a
+            # read of ours wait.
+            self._releases, self._far_end = socket.socketpair(
+                socket.AF_UNIX, socket.SOCK_SEQPACKET
+            )
         except OSError as error:
             raise Refused(
                 StatusCode.CAPACITY,
@@ -52,11 +59,17 @@ class PieceMemory:
         traceback: TracebackType | None,
     ) -> None:
         """The memory goes once nobody maps it, and no read is in flight."""
-        os.close(self.event_fd)
+        self._releases.close()
+        self._far_end.close()
 
     @property
     def fds(self) -> tuple[int, int]:
-        return self.memory.fd, self.event_fd
+        """Of the memory, and of the socket that the caller writes to."""
+        return self.memory.fd, self._far_end.fileno()
+
+    def is_with_caller(self) -> None:
+        """Once the descriptors are passed: only the caller's copy keeps its end open."""
+        self._far_end.close()
 
     def take(self, size_bytes: int) -> int | None:
         """The offset of a place for the next piece; None until earlier ones are released."""
@@ -72,16 +85,33 @@ class PieceMemory:
         return begin % _MEMORY_BYTES
 
     def release(self, wait_s: float = 0.0) -> None:
-        """Takes back what the caller needs no more; waits so long for any."""
+        """Takes back what the caller needs no more; waits so long for any. Refused: the caller
+        has closed its end, or writes something else."""
         if wait_s:
             waiting = select.poll()
-            waiting.register(self.event_fd, select.POLLIN)
+            waiting.register(self._releases, select.POLLIN)
             waiting.poll(wait_s * 1000)
-        try:
-            count = os.eventfd_read(self.event_fd)
-        except BlockingIOError:
-            return
+        count = self._count_of_packets()
         for _ in range(min(count, len(self._piece_ends))):
             self._begin = self._piece_ends.popleft()
         if not self._piece_ends:
             self._begin = self._end
+
+    def _count_of_packets(self) -> int:
+        """Of as many as an honest caller can have sent: one that goes on sending holds nobody."""
+        count = 0
+        for _ in range(_PIECES_MAX):
+            try:
+                packet = self._releases.recv(_COUNT_BYTES + 1, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                packet = b""
+            if len(packet) != _COUNT_BYTES:
+                raise Refused(
+                    StatusCode.INVALID_ARGUMENT,
+                    "the caller of an export says in packets of 8 bytes how many pieces it needs "
+                    f"no more, and keeps the socket open until the end; it sent {len(packet)}",
+                )
+            count += int.from_bytes(packet, sys.byteorder)
+        return count

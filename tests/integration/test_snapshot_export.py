@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import pytest
 import torch
 from safetensors import safe_open
@@ -21,7 +24,8 @@ import memd_client
 from memd.client import DaemonClient
 from memd.refusal import Refused, StatusCode
 from memd_client.checkpoints.safetensors_header import encode_header as client_encode_header
-from tests.daemons import TIMEOUT_S
+from memd_proto.v1 import job_pb2
+from tests.daemons import TIMEOUT_S, Attached
 from tests.faults.exports import (
     JOB,
     LARGE_BLOBS,
@@ -306,6 +310,36 @@ def test_one_export_of_a_job_runs_at_a_time_and_keeps_its_snapshot(
     assert "memd_snapshot_exports 0.0" in job.get("/metrics")
     with DaemonClient(job.attach_socket) as client:
         client.drop_snapshot(JOB, "first")
+
+
+def reading_begun(client: Attached) -> tuple[grpc.Call, list[int]]:
+    """A raw reading that has begun, once the daemon takes it, with its descriptors."""
+    end = time.monotonic() + TIMEOUT_S
+    request = job_pb2.ReadSnapshotRequest(job=JOB, name="first")
+    while True:
+        answers = client.call(client.jobs.ReadSnapshot, request)
+        try:
+            next(answers)
+        except grpc.RpcError as error:
+            assert time.monotonic() < end, error
+            time.sleep(0.02)
+            continue
+        _, fds, _, _ = socket.recv_fds(client.connection, 4096, 2)
+        return answers, fds
+
+
+def test_a_caller_that_makes_its_descriptors_wait_holds_no_thread(daemon: Daemon) -> None:
+    make_job(daemon, blobs=LARGE_BLOBS)
+    with Attached(daemon.attach_socket) as client:
+        for _ in range(10):  # a caller may have 8 streams
+            answers, fds = reading_begun(client)
+            for fd in fds:
+                fcntl.fcntl(fd, fcntl.F_SETFL, 0)
+            time.sleep(0.3)  # the daemon looks every 0.1 s for what its caller gives back
+            answers.cancel()
+            for fd in fds:
+                os.close(fd)
+    drop_job(daemon)
 
 
 def test_dropping_the_job_with_force_ends_the_export(daemon: Daemon, tmp_path: Path) -> None:

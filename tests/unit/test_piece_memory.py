@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import sys
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
+from memd.refusal import Refused
 from memd.service.piece_memory import PieceMemory
 
 if TYPE_CHECKING:
@@ -31,7 +35,7 @@ def taken(memory: PieceMemory, size_bytes: int) -> list[int]:
 
 
 def release(memory: PieceMemory, count: int) -> None:
-    os.eventfd_write(memory.event_fd, count)
+    os.write(memory.fds[1], count.to_bytes(8, sys.byteorder))
     memory.release()
 
 
@@ -80,6 +84,40 @@ def test_a_caller_that_releases_more_than_it_has_gets_no_more_than_all(memory: P
     before = len(taken(memory, MIB))
     release(memory, 10**9)
     assert len(taken(memory, MIB)) == before
+
+
+def test_a_caller_that_lets_its_end_wait_holds_up_nobody(memory: PieceMemory) -> None:
+    received = os.dup(memory.fds[1])  # the open file that the caller gets
+    try:
+        flags = fcntl.fcntl(received, fcntl.F_GETFL)
+        fcntl.fcntl(received, fcntl.F_SETFL, flags & ~os.O_NONBLOCK)
+        releasing = threading.Thread(target=memory.release, daemon=True)
+        releasing.start()
+        releasing.join(10)
+        assert not releasing.is_alive()
+    finally:
+        os.close(received)
+
+
+def test_a_caller_that_closes_its_end_or_writes_something_else_is_refused() -> None:
+    with PieceMemory() as closed:
+        closed.is_with_caller()
+        with pytest.raises(Refused, match="keeps the socket open"):
+            closed.release()
+    for packet in (b"1", bytes(9)):
+        with PieceMemory() as wrong:
+            os.write(wrong.fds[1], packet)
+            with pytest.raises(Refused, match=f"it sent {len(packet)}"):
+                wrong.release()
+
+
+def test_a_caller_that_goes_on_sending_does_not_keep_the_thread(memory: PieceMemory) -> None:
+    for _ in range(64):
+        os.write(memory.fds[1], bytes(8))
+    os.write(memory.fds[1], b"1")
+    memory.release()
+    with pytest.raises(Refused, match="it sent 1"):
+        memory.release()
 
 
 def test_a_caller_reads_what_it_is_sent_and_writes_nothing(memory: PieceMemory) -> None:

@@ -72,7 +72,7 @@ class AttachConnection:
         return fds[0], fds[1], fds[2]
 
     def reading_descriptors(self, reading_id: int) -> tuple[int, int]:
-        """Descriptors of the memory and the event of a snapshot's reading, which the daemon sends
+        """Descriptors of the memory and the socket of a snapshot's reading, which the daemon sends
         before the first answer. The caller owns them."""
         with self._lock:
             descriptors, fds = self._receive_descriptors()

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from contextlib import ExitStack
+import socket
+import sys
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Self
 
 from memd_client.connection.attach import AttachConnection
@@ -34,8 +36,8 @@ class SnapshotReading:
             self._answers = control.read_snapshot(request)
             opened.callback(self._answers.close)
             self._contents = self._next().contents
-            memory_fd, self._event_fd = connection.reading_descriptors(self._contents.reading_id)
-            opened.callback(os.close, self._event_fd)
+            memory_fd, releases_fd = connection.reading_descriptors(self._contents.reading_id)
+            self._releases = opened.enter_context(socket.socket(fileno=releases_fd))
             try:
                 # Unmapped once nobody has a view of it.
                 mapping = mmap.mmap(memory_fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
@@ -72,8 +74,13 @@ class SnapshotReading:
         for answer in self._answers:
             yield answer
             if answer.piece_next > piece_next:
-                os.eventfd_write(self._event_fd, answer.piece_next - piece_next)
+                self._release(answer.piece_next - piece_next)
                 piece_next = answer.piece_next
+
+    def _release(self, count: int) -> None:
+        # The daemon closes its end after the last message, and where it ends: the next answer says.
+        with suppress(ConnectionError):
+            self._releases.send(count.to_bytes(8, sys.byteorder), socket.MSG_NOSIGNAL)
 
     def bytes_of(self, run: job_pb2.SnapshotRun) -> memoryview:
         """Valid until the next message is asked for."""
