@@ -48,6 +48,9 @@ class PieceMemory:
         self._end = 0
         self._begin = 0
         self._piece_ends: deque[int] = deque()  # of those that the caller has, or that are read
+        # Of those that the caller has; and what it says it needs no more, also of others.
+        self._sent_count = 0
+        self._claimed_count = 0
 
     def __enter__(self) -> Self:
         return self
@@ -84,6 +87,11 @@ class PieceMemory:
         self._piece_ends.append(self._end)
         return begin % _MEMORY_BYTES
 
+    def sent(self) -> None:
+        """The next piece is about to be the caller's. Until then nobody else gets its place, for it
+        is read there."""
+        self._sent_count += 1
+
     def release(self, wait_s: float = 0.0) -> None:
         """Takes back what the caller needs no more; waits so long for any. Refused: the caller
         has closed its end, or writes something else."""
@@ -91,8 +99,11 @@ class PieceMemory:
             waiting = select.poll()
             waiting.register(self._releases, select.POLLIN)
             waiting.poll(wait_s * 1000)
-        count = self._count_of_packets()
-        for _ in range(min(count, len(self._piece_ends))):
+        self._claimed_count += self._count_of_packets()
+        count = min(self._claimed_count, self._sent_count)
+        self._claimed_count -= count
+        self._sent_count -= count
+        for _ in range(count):
             self._begin = self._piece_ends.popleft()
         if not self._piece_ends:
             self._begin = self._end

@@ -129,6 +129,8 @@ class SnapshotStream:
         while True:
             rest = list(islice(runs, _RUNS_IN_MESSAGE))
             piece_next = number if rest else number + 1
+            if not rest:
+                self._memory.sent()
             yield job_pb2.ReadSnapshotResponse(runs=batch, piece_next=piece_next)
             if not rest:
                 return
