@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from memd.attach import send_export
 from memd.refusal import Refused, StatusCode
 from memd.service import access, wire
+from memd.service.export_memories import ExportMemories
 from memd.service.piece_memory import PieceMemory
 from memd.service.snapshot_stream import SnapshotStream
 from memd.users import by_whom
@@ -33,6 +34,7 @@ class JobService:
         self._peers = peers
         self._lock = threading.Lock()
         self._exports: set[grpc.ServicerContext] = set()
+        self._memories = ExportMemories()
 
     def end_exports(self) -> None:
         """They take hours, and their callers go on with the next daemon. Any thread."""
@@ -130,7 +132,7 @@ class JobService:
             end()
             return
         try:
-            with PieceMemory() as memory:
+            with PieceMemory(self._memories, call.peer.owner.key) as memory:
                 self._hand_over(memory, reading, call)
                 yield from SnapshotStream(self._server, reading, memory, call.context.is_active)
         finally:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import select
 import socket
 import sys
+import threading
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from memd.refusal import Refused, StatusCode
-from memd_native import SnapshotMemory
+from memd.service.export_memories import MEMORY_BYTES
+from memd_native import StatusError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
-# Pieces have up to 5 MiB, and a few keep the disk and the caller busy at once: half the memory cost
-# a fifth of the rate, and twice as much gained less than a tenth.
-_MEMORY_BYTES = 16 << 20
+    from memd.service.export_memories import ExportMemories
+
 # Bounds small pieces, whose messages wait in the caller's socket.
 _PIECES_MAX = 64
 # A native u64: how many pieces.
@@ -24,21 +27,27 @@ _COUNT_BYTES = 8
 
 
 class PieceMemory:
-    """One export has it; its thread alone calls it. The caller maps it for reading, and says in
-    packets how many pieces it needs no more. If it says so too early, it reads other bytes of the
-    same snapshot.
+    """One export has it; its thread alone calls it, but for `reading`. The caller maps it for
+    reading, and says in packets how many pieces it needs no more. If it says so too early, it reads
+    other bytes of the same snapshot.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memories: ExportMemories, owner: int | str) -> None:
         """StatusError, Refused: there is no memory, or no descriptor."""
-        self.memory = SnapshotMemory(_MEMORY_BYTES)
+        self._memories = memories
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._reads_count = 0
+        self._is_over = False
+        self._is_read_for_ever = False
+        self._is_given_back = False
+        self.memory = memories.take(owner)
         try:
             # A pair, of which each end has flags of its own: the caller must not be able to make a
             # read of ours wait.
-            self._releases, self._far_end = socket.socketpair(
-                socket.AF_UNIX, socket.SOCK_SEQPACKET
-            )
+            self._releases, self._far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
+            memories.give_back(owner, self.memory)
             raise Refused(
                 StatusCode.CAPACITY,
                 f"the daemon has no descriptor for an export: {error.strerror}; raise its limit of "
@@ -61,9 +70,42 @@ class PieceMemory:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """The memory goes once nobody maps it, and no read is in flight."""
+        """The memory is the next export's once no read is in flight."""
         self._releases.close()
         self._far_end.close()
+        with self._lock:
+            self._is_over = True
+        self._end_use()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around each read into the memory. Any thread. Refused: the export is over."""
+        with self._lock:
+            if self._is_over:
+                raise Refused(StatusCode.UNAVAILABLE, "the export is over")
+            self._reads_count += 1
+        try:
+            yield
+        except StatusError as error:
+            # The daemon goes on with a read for which nobody waits any more.
+            if error.code in (StatusCode.DEADLINE, StatusCode.UNAVAILABLE):
+                self._is_read_for_ever = True
+            raise
+        finally:
+            with self._lock:
+                self._reads_count -= 1
+            self._end_use()
+
+    def _end_use(self) -> None:
+        """Once, with the end or the last read behind it."""
+        with self._lock:
+            if not self._is_over or self._reads_count or self._is_given_back:
+                return
+            self._is_given_back = True
+        if self._is_read_for_ever:
+            self._memories.give_up(self._owner)
+        else:
+            self._memories.give_back(self._owner, self.memory)
 
     @property
     def fds(self) -> tuple[int, int]:
@@ -76,16 +118,16 @@ class PieceMemory:
 
     def take(self, size_bytes: int) -> int | None:
         """The offset of a place for the next piece; None until earlier ones are released."""
-        assert size_bytes <= _MEMORY_BYTES
+        assert size_bytes <= MEMORY_BYTES
         begin = self._end
-        if begin % _MEMORY_BYTES + size_bytes > _MEMORY_BYTES:
-            begin += -begin % _MEMORY_BYTES
-        is_room = begin + size_bytes - self._begin <= _MEMORY_BYTES
+        if begin % MEMORY_BYTES + size_bytes > MEMORY_BYTES:
+            begin += -begin % MEMORY_BYTES
+        is_room = begin + size_bytes - self._begin <= MEMORY_BYTES
         if not is_room or len(self._piece_ends) == _PIECES_MAX:
             return None
         self._end = begin + size_bytes
         self._piece_ends.append(self._end)
-        return begin % _MEMORY_BYTES
+        return begin % MEMORY_BYTES
 
     def sent(self) -> None:
         """The next piece is about to be the caller's. Until then nobody else gets its place, for it

@@ -103,13 +103,14 @@ class SnapshotStream:
         return piece, place, reads.submit(self._read, place, offset_bytes)
 
     def _read(self, place: SnapshotPlace, offset_bytes: int) -> SnapshotPiece:
-        return self._server.read_snapshot(
-            self._reading.reading_id,
-            place,
-            self._memory.memory,
-            offset_bytes=offset_bytes,
-            timeout_s=_READ_TIMEOUT_S,
-        )
+        with self._memory.reading():
+            return self._server.read_snapshot(
+                self._reading.reading_id,
+                place,
+                self._memory.memory,
+                offset_bytes=offset_bytes,
+                timeout_s=_READ_TIMEOUT_S,
+            )
 
     def _wait(self, ahead: deque[Read]) -> bool:
         """For the first read, or for the caller if it has all the memory, a moment at most. False

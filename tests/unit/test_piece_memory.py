@@ -7,12 +7,15 @@ import mmap
 import os
 import sys
 import threading
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 
-from memd.refusal import Refused
+from memd.refusal import Refused, StatusCode
+from memd.service.export_memories import ExportMemories
 from memd.service.piece_memory import PieceMemory
+from memd_native import SnapshotMemory, StatusError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +25,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def memory() -> Iterator[PieceMemory]:
-    with PieceMemory() as made:
+    with PieceMemory(ExportMemories(), 0) as made:
         yield made
 
 
@@ -114,12 +117,12 @@ def test_a_caller_that_lets_its_end_wait_holds_up_nobody(memory: PieceMemory) ->
 
 
 def test_a_caller_that_closes_its_end_or_writes_something_else_is_refused() -> None:
-    with PieceMemory() as closed:
+    with PieceMemory(ExportMemories(), 0) as closed:
         closed.is_with_caller()
         with pytest.raises(Refused, match="keeps the socket open"):
             closed.release()
     for packet in (b"1", bytes(9)):
-        with PieceMemory() as wrong:
+        with PieceMemory(ExportMemories(), 0) as wrong:
             os.write(wrong.fds[1], packet)
             with pytest.raises(Refused, match=f"it sent {len(packet)}"):
                 wrong.release()
@@ -147,3 +150,61 @@ def test_a_caller_reads_what_it_is_sent_and_writes_nothing(memory: PieceMemory) 
             os.truncate(received, 4096)
     finally:
         os.close(received)
+
+
+def test_memory_is_its_owners_for_ever() -> None:
+    memories = ExportMemories()
+    with PieceMemory(memories, 1000) as first:
+        had = first.memory
+        with PieceMemory(memories, 1000) as second:
+            assert second.memory is not had
+    with PieceMemory(memories, "team-a:trainer") as other:
+        assert other.memory not in (had, second.memory)
+    for _ in range(20):  # whatever the caller keeps mapped
+        with PieceMemory(memories, 1000) as again:
+            assert again.memory is had
+
+
+def test_memory_is_not_used_again_while_a_read_is_in_flight() -> None:
+    memories = ExportMemories()
+    with PieceMemory(memories, 0) as first:
+        read = first.reading()
+        read.__enter__()
+    with PieceMemory(memories, 0) as second:
+        assert second.memory is not first.memory
+    with pytest.raises(Refused, match="over"), first.reading():
+        pass
+    read.__exit__(None, None, None)
+    with PieceMemory(memories, 0) as third:
+        assert third.memory is first.memory
+
+
+def test_an_owner_has_so_much_memory_at_most() -> None:
+    memories = ExportMemories()
+    with ExitStack() as opened:
+        for _ in range(8):
+            opened.enter_context(PieceMemory(memories, 0))
+        with pytest.raises(Refused, match="in flight"):
+            PieceMemory(memories, 0)
+        opened.enter_context(PieceMemory(memories, 1))
+    PieceMemory(memories, 0).__exit__(None, None, None)
+
+
+def test_memory_of_a_read_without_end_is_nobodys() -> None:
+    memories = ExportMemories()
+    lost = StatusError("waited for the disk")
+    lost.code = StatusCode.DEADLINE
+    with PieceMemory(memories, 0) as first, pytest.raises(StatusError), first.reading():
+        raise lost
+    with PieceMemory(memories, 0) as second:
+        assert second.memory is not first.memory
+
+
+def test_memory_of_owners_that_are_not_seen_any_more_goes() -> None:
+    memories = ExportMemories()
+    seen: list[SnapshotMemory] = []
+    for owner in [*range(17), 0, 16]:
+        with PieceMemory(memories, owner) as memory:
+            seen.append(memory.memory)
+    assert seen[0] is not seen[17]
+    assert seen[16] is seen[18]
