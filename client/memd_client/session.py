@@ -232,7 +232,8 @@ class Session:
         snapshot drop`; a job that has some is not dropped with its session.
 
         Args:
-            name: 1 to 128 letters, digits and any of . _ : @ / + -, unique in its job.
+            name: 1 to 128 letters, digits and any of . _ : @ / + -, unique in its job. Those that
+                begin with async_save/ are the ones that `dcp.async_save` makes and drops.
 
         Raises:
             InvalidArgument: another name, or one that a snapshot of the job has; or it is called

@@ -18,13 +18,24 @@ JOBS_IN_PAGE = 256
 # line.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+-]{0,127}")
 
+# Sessions make these for `dcp.async_save`, and drop those that processes which were killed left.
+_TEMPORARY = "async_save/"
+_TEMPORARY_NAME = re.compile(_TEMPORARY + r"\d{8}T\d{6}Z-[0-9a-f]{12}", re.ASCII)
+
 
 def check_job_name(name: str) -> None:
     _check_name("job", name)
 
 
 def check_snapshot_name(name: str) -> None:
+    """Of one that is made."""
     _check_name("snapshot", name)
+    if name.startswith(_TEMPORARY) and not _TEMPORARY_NAME.fullmatch(name):
+        raise Refused(
+            StatusCode.INVALID_ARGUMENT,
+            f"names that begin with {_TEMPORARY} are those of snapshots that dcp.async_save makes "
+            f"and drops; choose another one than {name!r}",
+        )
 
 
 def _check_name(what: str, name: str) -> None:

@@ -176,6 +176,11 @@ def test_a_wrong_snapshot_is_one_clear_error(daemon: Daemon, training: Training)
         training.session.snapshot("first")
     with pytest.raises(memd_client.InvalidArgument, match="a snapshot's name has 1 to 128"):
         training.session.snapshot("no spaces")
+    # Sessions drop what begins so.
+    with pytest.raises(memd_client.InvalidArgument, match=r"dcp.async_save makes and drops"):
+        training.session.snapshot("async_save/20261126T010203Z-0123456789ab")
+    refused = memd(daemon, "snapshot", "create", training.job, "async_save/best", status=1).stderr
+    assert "names that begin with async_save/" in refused
     none = memd(daemon, "snapshot", "drop", training.job, "second", "--yes", status=1).stderr
     assert "has no snapshot second; it has first" in none
     missing = memd(daemon, "snapshot", "create", "nobody", "x", status=1).stderr

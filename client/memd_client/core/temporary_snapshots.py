@@ -7,6 +7,7 @@ has the job for itself drops them.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import threading
 import time
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from memd_client.connection.retry import Retrying
 
 PREFIX = "async_save/"
+# The daemon makes no other that begins so.
+_NAME = re.compile(PREFIX + r"\d{8}T\d{6}Z-[0-9a-f]{12}", re.ASCII)
 _log = logging.getLogger("memd_client")
 # The daemon notices in less that a reading has broken off.
 _LAST_READER_S = 5.0
@@ -102,7 +105,7 @@ class TemporarySnapshots:
             return
         listed = self._control.list_snapshots(job_pb2.ListSnapshotsRequest(job=self._job))
         for name in (each.name for each in listed.snapshots):
-            if name.startswith(PREFIX) and name not in own:
+            if _NAME.fullmatch(name) and name not in own:
                 self.drop(name)
                 _log.info(
                     "job %r: dropped snapshot %s, which a dcp.async_save that was killed has left",

@@ -14,6 +14,7 @@ import torch
 
 from memd_client.base.stalls import closing_step
 from memd_client.core.backward import is_in_backward, running_backward
+from memd_client.core.temporary_snapshots import PREFIX
 from memd_client.errors import InvalidArgument, MemdError, NotDurable, NotYet, SessionFenced
 from memd_client.transaction.moments import Moments
 from memd_proto.v1 import job_pb2, session_pb2
@@ -466,6 +467,14 @@ class Transaction:
 
     def snapshot(self, name: str) -> int:
         """See `Session.snapshot`."""
+        if name.startswith(PREFIX):
+            raise InvalidArgument(
+                f"names that begin with {PREFIX} are those of snapshots that dcp.async_save makes "
+                f"and drops; choose another one than {name!r}"
+            )
+        return self._make_snapshot(name)
+
+    def _make_snapshot(self, name: str) -> int:
         with self._turn:
             self._job.settle_for("snapshot()")
             self._take_writes()
@@ -477,7 +486,7 @@ class Transaction:
 
     def temporary_snapshot(self) -> TemporarySnapshot:
         """As `snapshot`, under a name of its own, and for this session alone."""
-        return self._job.store.temporary_snapshots.make(self.snapshot)
+        return self._job.store.temporary_snapshots.make(self._make_snapshot)
 
     def close(self) -> None:
         """Makes durable what was put, and ends the session."""
