@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import shutil
+import stat
 import statistics
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,16 +44,26 @@ def look(folder: Path, *, volume_bytes: int) -> Iterator[Finding]:
         yield obstacle(name, f"lies on {kind}, which is memory", "choose a folder on a disk")
         return
     volume = folder / "memd.volume"
-    probe = folder / _PROBE
     try:
-        refusal = _direct_io_refusal(probe)
-        if refusal is None:
-            yield ok(name, f"{kind}, takes O_DIRECT")
-            yield from _about_syncs(folder, probe)
-        else:
-            yield obstacle(name, *refusal)
-    finally:
-        probe.unlink(missing_ok=True)
+        with _probe(folder / _PROBE) as probe:
+            refusal = _direct_io_refusal(probe)
+            if refusal is None:
+                yield ok(name, f"{kind}, takes O_DIRECT")
+                yield from _about_syncs(folder, probe)
+            else:
+                yield obstacle(name, *refusal)
+    except FileExistsError:
+        yield obstacle(
+            name,
+            f"has a {_PROBE} that is no plain file, or that another doctor writes",
+            f"rm {folder / _PROBE}",
+        )
+    except OSError as error:
+        yield obstacle(
+            name,
+            f"cannot be written: {os.strerror(error.errno or 0)}",
+            f"chown memd:memd {folder}; in a unit, ReadWritePaths={folder}",
+        )
     if volume.exists():
         yield _about_the_volume(volume, volume_bytes=volume_bytes)
         return
@@ -92,32 +105,49 @@ def _about_the_volume(volume: Path, *, volume_bytes: int) -> Finding:
     return ok(name, f"{format_size(found.bytes)}, format {found.format}")
 
 
-def _direct_io_refusal(probe: Path) -> tuple[str, str] | None:
+@contextmanager
+def _probe(path: Path) -> Iterator[int]:
+    """A new file's descriptor. The folder may be another user's, and this process root: it follows
+    no link there, and opens no file that it has not made. OSError."""
+    try:
+        if stat.S_ISREG(path.lstat().st_mode):  # of a doctor that was killed
+            path.unlink()
+    except FileNotFoundError:
+        pass
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        made = os.fstat(fd)
+        os.close(fd)
+        try:
+            if os.path.samestat(made, path.lstat()):
+                path.unlink()
+        except FileNotFoundError:
+            pass
+
+
+def _direct_io_refusal(probe: int) -> tuple[str, str] | None:
     """The refusal and what to do, or None: a block can be written past the kernel's cache."""
     try:
-        fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o600)
+        fcntl.fcntl(probe, fcntl.F_SETFL, os.O_DIRECT)
     except OSError as error:
-        if error.errno == errno.EINVAL:
-            return "its file system takes no O_DIRECT", "use ext4 or xfs, or another that does"
-        return (
-            f"cannot be written: {os.strerror(error.errno or 0)}",
-            f"chown memd:memd {probe.parent}; in a unit, ReadWritePaths={probe.parent}",
-        )
+        if error.errno != errno.EINVAL:
+            raise
+        return "its file system takes no O_DIRECT", "use ext4 or xfs, or another that does"
     try:
         with mmap.mmap(-1, _BLOCK_BYTES) as block:  # aligned, as O_DIRECT wants it
-            os.pwrite(fd, block, 0)
+            os.pwrite(probe, block, 0)
     except OSError as error:
         return (
             f"a block of {_BLOCK_BYTES} bytes cannot be written with O_DIRECT: "
             f"{os.strerror(error.errno or 0)}",
             "free space on it, or use a file system with blocks of 4 KiB",
         )
-    finally:
-        os.close(fd)
     return None
 
 
-def _about_syncs(folder: Path, probe: Path) -> Iterator[Finding]:
+def _about_syncs(folder: Path, probe: int) -> Iterator[Finding]:
     seconds = sync_seconds(probe)
     cache = write_cache_of(folder)
     found = f"{seconds * 1e3:.2f} ms for a write and its sync{f', cache: {cache}' if cache else ''}"
@@ -132,19 +162,16 @@ def _about_syncs(folder: Path, probe: Path) -> Iterator[Finding]:
         yield ok(f"sync {folder}", found)
 
 
-def sync_seconds(probe: Path) -> float:
-    """The median of a block's write and its sync, as a superblock's are."""
+def sync_seconds(probe: int) -> float:
+    """The median of a block's write and its sync, as a superblock's are. `probe` is a descriptor
+    with O_DIRECT."""
     times = []
-    fd = os.open(probe, os.O_RDWR | os.O_DIRECT)
-    try:
-        with mmap.mmap(-1, _BLOCK_BYTES) as block:
-            for _ in range(_SYNCS):
-                began = time.monotonic()
-                os.pwrite(fd, block, 0)
-                os.fdatasync(fd)
-                times.append(time.monotonic() - began)
-    finally:
-        os.close(fd)
+    with mmap.mmap(-1, _BLOCK_BYTES) as block:
+        for _ in range(_SYNCS):
+            began = time.monotonic()
+            os.pwrite(probe, block, 0)
+            os.fdatasync(probe)
+            times.append(time.monotonic() - began)
     return statistics.median(times)
 
 

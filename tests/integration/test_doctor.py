@@ -267,6 +267,32 @@ def test_a_drive_whose_flush_is_slow(folder: Path, monkeypatch: pytest.MonkeyPat
     assert list(folder.iterdir()) == []
 
 
+def test_a_link_that_is_planted_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "shadow"
+    probe = folder / "memd.doctor"
+    for is_there in (True, False):
+        if is_there:
+            victim.write_text("secret")
+        else:
+            victim.unlink()
+        probe.symlink_to(victim)
+        (found,) = folders.look(folder, volume_bytes=1 << 20)
+        assert found.state is State.OBSTACLE
+        assert "memd.doctor that is no plain file" in found.found
+        assert found.cure == f"rm {probe}"
+        assert probe.is_symlink()
+        assert victim.exists() == is_there
+        assert not is_there or victim.read_text() == "secret"
+        probe.unlink()
+
+
+def test_the_file_of_a_doctor_that_was_killed_is_no_obstacle(folder: Path) -> None:
+    (folder / "memd.doctor").write_text("stale")
+    states = {each.state for each in folders.look(folder, volume_bytes=1 << 20)}
+    assert State.OBSTACLE not in states
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_io_uring_that_a_sysctl_disables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
