@@ -260,19 +260,24 @@ class AttachListener:
             self._reclaimers.submit(self._reclaim, peer, session, reason)
 
     def _reclaim(self, peer: Peer, session: Session, reason: str) -> None:
+        began = time.monotonic()
+        error: StatusError | None = None
+        leases = 0
+        try:
+            leases = self._server.detach(session.session_id)
+        except StatusError as failed:
+            error = failed
+        took_ms = round((time.monotonic() - began) * 1e3, 1)
+        # Who it was may take long to tell: others wait for what the session held.
         values = {
             "session": session.session_id,
             "job": session.job_name,
             **by_whom(peer),
             "reason": reason,
         }
-        began = time.monotonic()
-        try:
-            leases = self._server.detach(session.session_id)
-        except StatusError as error:
+        if error is not None:
             log.error("session cannot be ended", extra={**values, "error": str(error)})
             return
-        took_ms = round((time.monotonic() - began) * 1e3, 1)
         log.info(
             "session ended for its process", extra={**values, "leases": leases, "took_ms": took_ms}
         )

@@ -6,6 +6,7 @@ import itertools
 import logging
 import secrets
 import time
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,15 @@ log = logging.getLogger(__name__)
 # For ranks of an earlier start, whose processes are ending.
 _JOIN_S = 10.0
 _JOIN_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Full:
+    """As many jobs as there may be, of a user or of all."""
+
+    is_user: bool
+    count: int
+    at_most: int
 
 
 class SessionService:
@@ -326,21 +336,24 @@ class SessionService:
         owner = call.peer.owner
         name = owner.stored_name(request.job)
         access.check_job_name(name)
+        job: JobInfo | None = None
         with self._opening:
             existing = access.find(self._server, name)
-            if existing is not None and not owner.owns(existing):
-                # Not even root: a name used twice by accident would mix two users' trainings.
-                raise access.foreign_job(existing, owner=owner)
-            if existing is None:
-                self._check_job_count(owner)
-            job = self._server.open_job(
-                name,
-                uid=owner.uid,
-                host_bytes=request.host_bytes,
-                nvme_bytes=request.nvme_bytes,
-                fresh=request.fresh,
-                durability=request.durability,
-            )
+            # Not even root: a name used twice by accident would mix two users' trainings.
+            is_foreign = existing is not None and not owner.owns(existing)
+            full = self._jobs_of_full(owner) if existing is None else None
+            if not is_foreign and full is None:
+                job = self._server.open_job(
+                    name,
+                    uid=owner.uid,
+                    host_bytes=request.host_bytes,
+                    nvme_bytes=request.nvme_bytes,
+                    fresh=request.fresh,
+                    durability=request.durability,
+                )
+        if job is None:
+            # Users' names may come from the network: nobody else waits for them.
+            raise _not_opened(existing, full, owner)
         caller = {"job": job.name, **by_whom(call.peer)}
         if existing is not None and request.fresh:
             reason = {"step": existing.committed_step, "reason": "connect(fresh=True)"}
@@ -350,20 +363,17 @@ class SessionService:
             log.info("job created", extra={**caller, **quotas, "durability": job.durability})
         return job
 
-    def _check_job_count(self, owner: Owner) -> None:
+    def _jobs_of_full(self, owner: Owner) -> _Full | None:
         """A user leaves a quarter of the jobs to others; root and the daemon's user take them."""
         jobs = self._server.jobs()
         of_user = sum(owner.owns(job) for job in jobs)
         most = self._jobs_max()
         user_most = most if owner.administers_all else most - most // 4
-        for is_user, count, at_most in ((False, len(jobs), most), (True, of_user, user_most)):
-            if count >= at_most:
-                who = owner.shown if is_user else "the daemon"
-                raise Refused(
-                    StatusCode.CAPACITY,
-                    f"{who} has {count} of at most {at_most} jobs; drop one with `memd job drop`, "
-                    "or raise the setting max_jobs",
-                )
+        if len(jobs) >= most:
+            return _Full(is_user=False, count=len(jobs), at_most=most)
+        if of_user >= user_most:
+            return _Full(is_user=True, count=of_user, at_most=user_most)
+        return None
 
     def _hand_over(
         self, grant: SessionGrant, job: JobInfo, request: session_pb2.AttachRequest, call: Call
@@ -392,6 +402,18 @@ class SessionService:
                 f"the session's descriptors cannot be passed to process {call.peer.pid}: keep its "
                 f"attach connection open and read from it ({error.strerror or error})",
             ) from error
+
+
+def _not_opened(existing: JobInfo | None, full: _Full | None, owner: Owner) -> Refused:
+    if existing is not None:
+        return access.foreign_job(existing, owner=owner)
+    assert full is not None
+    who = owner.shown if full.is_user else "the daemon"
+    return Refused(
+        StatusCode.CAPACITY,
+        f"{who} has {full.count} of at most {full.at_most} jobs; drop one with `memd job drop`, or "
+        "raise the setting max_jobs",
+    )
 
 
 def _check_attach(request: session_pb2.AttachRequest) -> None:

@@ -256,6 +256,39 @@ def test_the_sessions_of_a_killed_process_end_while_its_worker_lives_on(
     assert listening.peers.find(peer.token) is None
 
 
+ALONE = """
+import socket, sys, time
+client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+client.connect(sys.argv[1])
+client.recv(4096)
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def test_nobody_waits_for_the_name_of_a_user_whose_process_died(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered = threading.Event()
+
+    def slow(peer: Peer) -> dict[str, object]:
+        answered.wait(20)
+        return {"user": str(peer.uid)}
+
+    monkeypatch.setattr(attach, "by_whom", slow)
+    command = [sys.executable, "-c", ALONE, str(listening.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None
+        trainer.stdout.readline()
+        (peer,) = listening.peers.all()
+        session_id = listening.open_session(peer)
+        trainer.kill()
+    try:
+        wait_until(lambda: session_id in listening.server.detached)
+    finally:
+        answered.set()
+
+
 def test_closed_steps_are_made_once_the_sessions_of_the_dead_have_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]  # no type
     reflection_pb2_grpc,
 )
 
+from memd import owner
 from memd.peers import Peer, Peers
 from memd.refusal import Refused, StatusCode
 from memd.service import access, declarations, wire
@@ -325,6 +326,42 @@ def test_a_user_leaves_jobs_to_others(service: Service) -> None:
         service.caller(uid=OTHER_UID).attach(job="j3")
     assert f"user {OTHER_UID} has 3 of at most 3 jobs" in refusal_of(error).message
     service.caller(uid=OTHER_UID + 1).attach(job="another")
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_nobody_waits_for_the_users_name_of_a_refusal(
+    service: Service, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    if is_full:
+        service.jobs_max = 4
+        for number in range(3):
+            service.caller(uid=OTHER_UID).attach(job=f"j{number}")
+    else:
+        service.caller().attach()
+    asked, answered = threading.Event(), threading.Event()
+
+    def slow(uid: int) -> str:
+        asked.set()
+        answered.wait(TIMEOUT_S)
+        return str(uid)
+
+    monkeypatch.setattr(owner, "user_name", slow)
+    stranger = service.caller(uid=OTHER_UID)
+    request = session_pb2.AttachRequest(
+        protocol_version=PROTOCOL_VERSION, job="j9" if is_full else "gpt", world_size=1
+    )
+    call = stranger.sessions.Attach.future(
+        request, timeout=TIMEOUT_S, metadata=(("memd-token", stranger.peer.token),)
+    )
+    assert asked.wait(TIMEOUT_S)
+    service.jobs_max = 64
+    try:
+        service.caller(uid=OTHER_UID + 1).attach(job="another")
+        assert not call.done()
+    finally:
+        answered.set()
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED if is_full else grpc.StatusCode.PERMISSION_DENIED
+    assert call.code() is code
 
 
 def test_a_caller_that_did_not_wait_has_no_session(
