@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from memd.refusal import Refused, StatusCode
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 # Signatures only: a shared secret would let who checks tokens make them.
 _ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "EdDSA")
@@ -37,6 +40,8 @@ class TokenKeys:
         self._audience = audience
         self._lock = Lock()
         self._stamp: tuple[int, int] | None = None
+        # Of the file that a warning was about; (0, 0): it cannot be looked at.
+        self._bad_stamp: tuple[int, int] | None = None
         self._keys: jwt.PyJWKSet | None = None
         self._current()
 
@@ -79,6 +84,7 @@ class TokenKeys:
 
     def _current(self) -> jwt.PyJWKSet:
         with self._lock:
+            stamp = (0, 0)
             try:
                 status = self._path.stat()
                 stamp = (status.st_mtime_ns, status.st_ino)
@@ -86,6 +92,7 @@ class TokenKeys:
                     table = json.loads(self._path.read_text(encoding="utf-8"))
                     self._keys = jwt.PyJWKSet.from_dict(table)
                     self._stamp = stamp
+                self._bad_stamp = None
             except (OSError, ValueError, AttributeError, jwt.PyJWTError) as error:
                 if self._keys is None:
                     raise Refused(
@@ -93,7 +100,13 @@ class TokenKeys:
                         f"token_keys: {self._path} is no JWKS file with public keys: {error}; "
                         "`kubectl get --raw /openid/v1/jwks` writes the cluster's",
                     ) from error
-                # It is being exchanged: those of before still hold.
+                # It may be being exchanged: those of before still hold.
+                if stamp != self._bad_stamp:
+                    self._bad_stamp = stamp
+                    log.warning(
+                        "token_keys cannot be read; the keys that were read before still hold",
+                        extra={"path": str(self._path), "reason": str(error)},
+                    )
             return self._keys
 
     def _not_good(self, reason: str) -> Refused:

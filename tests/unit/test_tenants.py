@@ -156,6 +156,31 @@ def test_keys_are_exchanged_while_the_daemon_runs(
     assert check(issuer.token(ACCOUNT)).tenant == "team-a:trainer"
 
 
+def test_keys_that_stop_being_readable_are_told_once(
+    issuer: Issuer, check: Callable[[str], Owner], caplog: pytest.LogCaptureFixture
+) -> None:
+    def reasons() -> list[str]:
+        said = [each for each in caplog.records if each.message.startswith("token_keys")]
+        assert {each.__dict__["path"] for each in said} <= {str(issuer.path)}
+        return [each.__dict__["reason"] for each in said]
+
+    token = issuer.token(ACCOUNT)
+    issuer.path.rename(issuer.path.with_suffix(".old"))
+    for _ in range(3):
+        assert check(token).tenant == "team-a:trainer"
+    assert len(reasons()) == 1
+    assert "No such file" in reasons()[0]
+    issuer.path.write_text("{")
+    for _ in range(3):
+        check(token)
+    assert len(reasons()) == 2
+    issuer.exchange_keys()
+    check(issuer.token(ACCOUNT))
+    issuer.path.unlink()
+    check(issuer.token(ACCOUNT))
+    assert len(reasons()) == 3, "after it was good it is told again"
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"keys": []}', "[]", json.dumps({"keys": [{}]})])
 def test_a_daemon_without_keys_does_not_start(tmp_path: Path, text: str) -> None:
     file = tmp_path / "jwks.json"
