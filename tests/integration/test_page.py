@@ -23,6 +23,16 @@ if TYPE_CHECKING:
     from tests.daemons import Daemon
 
 
+def page_with_lines(daemon: Daemon) -> Outline:
+    """Once it has two rates, of three samples a second apart or more; else the last."""
+    end = time.monotonic() + TIMEOUT_S
+    while True:
+        page = Outline(daemon.get("/"))
+        if any(tag == "polyline" for tag, _ in page.tags) or time.monotonic() > end:
+            return page
+        time.sleep(0.1)
+
+
 def test_a_training_is_drawn(daemon: Daemon) -> None:
     assert "none was committed" in Outline(daemon.get("/")).text
     model = build()
@@ -34,14 +44,13 @@ def test_a_training_is_drawn(daemon: Daemon) -> None:
             optimizer.step()
             optimizer.zero_grad()
         session.put("blob", torch.zeros(8))
-        time.sleep(1.1)  # samples of the page are a second apart
-        page = Outline(daemon.get("/"))
+        page = page_with_lines(daemon)
         assert "drawn" in page.text
         assert "3 steps: what each took" in page.text
         assert "step 3, on disk 3" in page.text
         assert "sessions 1" in page.text
         assert str(daemon.data / "memd.volume") in page.text
-        assert any(tag == "polyline" for tag, _ in page.tags) or "MiB/s" in page.text
+        assert any(tag == "polyline" for tag, _ in page.tags)
         session.drop_job()
 
 
