@@ -268,7 +268,7 @@ class AttachListener:
         except StatusError as failed:
             error = failed
         took_ms = round((time.monotonic() - began) * 1e3, 1)
-        # Who it was may take long to tell: others wait for what the session held.
+        # The name of its user may take long: others wait for what the session held.
         values = {
             "session": session.session_id,
             "job": session.job_name,

@@ -40,7 +40,7 @@ class TokenKeys:
         self._audience = audience
         self._lock = Lock()
         self._stamp: tuple[int, int] | None = None
-        # Of the file that a warning was about; (0, 0): it cannot be looked at.
+        # The file that a warning was about; (0, 0): it cannot be looked at.
         self._bad_stamp: tuple[int, int] | None = None
         self._keys: jwt.PyJWKSet | None = None
         self._current()

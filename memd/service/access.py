@@ -28,7 +28,7 @@ def check_job_name(name: str) -> None:
 
 
 def check_snapshot_name(name: str) -> None:
-    """Of one that is made."""
+    """The name of one that is to be made."""
     _check_name("snapshot", name)
     if name.startswith(_TEMPORARY) and not _TEMPORARY_NAME.fullmatch(name):
         raise Refused(

@@ -56,7 +56,7 @@ class ExportMemories:
                 self._free.popitem(last=False)
 
     def give_up(self, owner: int | str) -> None:
-        """Of memory that somebody may still read into."""
+        """Memory that somebody may still read into is used no more."""
         with self._lock:
             self._end_use(owner)
 

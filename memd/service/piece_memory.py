@@ -57,7 +57,7 @@ class PieceMemory:
         self._end = 0
         self._begin = 0
         self._piece_ends: deque[int] = deque()  # of those that the caller has, or that are read
-        # Of those that the caller has; and what it says it needs no more, also of others.
+        # Those that the caller has; and how many it says it needs no more, also others.
         self._sent_count = 0
         self._claimed_count = 0
 
@@ -109,7 +109,7 @@ class PieceMemory:
 
     @property
     def fds(self) -> tuple[int, int]:
-        """Of the memory, and of the socket that the caller writes to."""
+        """The memory, and the socket that the caller writes to."""
         return self.memory.fd, self._far_end.fileno()
 
     def is_with_caller(self) -> None:
@@ -151,7 +151,7 @@ class PieceMemory:
             self._begin = self._end
 
     def _count_of_packets(self) -> int:
-        """Of as many as an honest caller can have sent: one that goes on sending holds nobody."""
+        """Takes what an honest caller sends at most: one that goes on sending holds nobody."""
         count = 0
         for _ in range(_PIECES_MAX):
             try:

@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from contextlib import ExitStack, suppress
+from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary, ref
@@ -465,16 +466,13 @@ class Transaction:
                 function(number)
         return number
 
-    def snapshot(self, name: str) -> int:
-        """See `Session.snapshot`."""
-        if name.startswith(PREFIX):
+    def snapshot(self, name: str, *, is_temporary: bool = False) -> int:
+        """See `Session.snapshot`. `is_temporary`: `TemporarySnapshots` has named it."""
+        if name.startswith(PREFIX) and not is_temporary:
             raise InvalidArgument(
                 f"names that begin with {PREFIX} are those of snapshots that dcp.async_save makes "
                 f"and drops; choose another one than {name!r}"
             )
-        return self._make_snapshot(name)
-
-    def _make_snapshot(self, name: str) -> int:
         with self._turn:
             self._job.settle_for("snapshot()")
             self._take_writes()
@@ -486,7 +484,7 @@ class Transaction:
 
     def temporary_snapshot(self) -> TemporarySnapshot:
         """As `snapshot`, under a name of its own, and for this session alone."""
-        return self._job.store.temporary_snapshots.make(self._make_snapshot)
+        return self._job.store.temporary_snapshots.make(partial(self.snapshot, is_temporary=True))
 
     def close(self) -> None:
         """Makes durable what was put, and ends the session."""
