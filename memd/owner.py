@@ -27,6 +27,11 @@ class Owner:
         return self.tenant or self.uid
 
     @property
+    def key_text(self) -> str:
+        """As `key`, and to be read in an error. It asks nobody for a user's name."""
+        return self.tenant or f"user {self.uid}"
+
+    @property
     def shown(self) -> str:
         """It may ask the network for a user's name."""
         return self.tenant or f"user {user_name(self.uid)}"

@@ -113,6 +113,7 @@ class JobService:
         reading = self._server.begin_snapshot_reading(
             job.job_id,
             request.name,
+            owner=call.peer.owner.key_text,
             uid=call.peer.uid,
             pid=call.peer.pid,
             piece_first=request.piece_first,

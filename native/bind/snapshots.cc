@@ -161,12 +161,14 @@ void bind_snapshot_readings(nb::module_& module, nb::class_<Server>& server) {
           [](Server& self,
              uint64_t job_id,
              const std::string& name,
+             const std::string& owner,
              uint32_t uid,
              uint32_t pid,
              uint64_t piece_first,
              uint64_t identity) {
             const SnapshotReadingRequest request{.job_id = job_id,
                                                  .name = name,
+                                                 .owner = owner,
                                                  .uid = uid,
                                                  .pid = pid,
                                                  .piece_first = piece_first,
@@ -185,11 +187,12 @@ void bind_snapshot_readings(nb::module_& module, nb::class_<Server>& server) {
           "job_id"_a,
           "name"_a,
           nb::kw_only(),
+          "owner"_a,
           "uid"_a,
           "pid"_a,
           "piece_first"_a = 0,
           "identity"_a = 0,
-          "One of a job, and four of a user at a time. The snapshot cannot be dropped until "
+          "One of a job, and four of an owner at a time. The snapshot cannot be dropped until "
           "end_snapshot_reading().")
       .def(
           "read_snapshot",

@@ -954,6 +954,7 @@ class SnapshotReadingTest : public SnapshotTest {
                                                uint64_t identity = 0) {
     return readings(heart).begin({.job_id = job_id(heart),
                                   .name = name,
+                                  .owner = "user 1000",
                                   .uid = 1000,
                                   .pid = 7,
                                   .piece_first = piece_first,
@@ -1105,7 +1106,7 @@ TEST_F(SnapshotReadingTest, a_piece_that_has_no_room_in_its_memory_is_refused) {
   EXPECT_EQ(code_at(UINT64_MAX - kBlockBytes + 1), StatusCode::invalid_argument);
 }
 
-TEST_F(SnapshotReadingTest, a_job_has_one_reading_and_a_user_four) {
+TEST_F(SnapshotReadingTest, a_job_has_one_reading_and_an_owner_four) {
   Heart heart(disk_, 5 * (kFloorSegments + 1) + 2 * kFloorSegments + 8);
   begin(heart);
   ASSERT_TRUE(create(heart, "first").is_ok());
@@ -1124,11 +1125,18 @@ TEST_F(SnapshotReadingTest, a_job_has_one_reading_and_a_user_four) {
         [&](const Result<SnapshotInfo>& answer) { made = answer.status(); });
     ASSERT_TRUE(heart.until([&] { return made.has_value(); }));
     ASSERT_TRUE(made->is_ok()) << made->message();
-    const auto begun = readings(heart).begin({.job_id = other, .name = "s", .uid = 1000});
+    // Pods are root all of them.
+    const auto begin_of = [&](const std::string& owner) {
+      return readings(heart).begin({.job_id = other, .name = "s", .owner = owner, .uid = 0});
+    };
+    const auto begun = begin_of("team-a:trainer");
     ASSERT_EQ(begun.is_ok(), i < 4) << begun.status().message();
     if (i < 4) continue;
     EXPECT_EQ(begun.status().code(), StatusCode::capacity);
-    EXPECT_TRUE(readings(heart).begin({.job_id = other, .name = "s", .uid = 1001}).is_ok());
+    EXPECT_EQ(
+        begun.status().message(),
+        "team-a:trainer exports as many snapshots as it may at a time; wait for one to end: 4");
+    EXPECT_TRUE(begin_of("team-b:trainer").is_ok());
   }
 }
 

@@ -156,6 +156,12 @@ def test_keys_are_exchanged_while_the_daemon_runs(
     assert check(issuer.token(ACCOUNT)).tenant == "team-a:trainer"
 
 
+def test_what_an_owner_is_counted_by_tells_root_of_one_pod_from_root_of_another() -> None:
+    owners = [Owner(uid=0, tenant="team-a:trainer"), Owner(uid=0, tenant="team-b:trainer")]
+    assert [each.key_text for each in owners] == ["team-a:trainer", "team-b:trainer"]
+    assert Owner(uid=7).key_text == "user 7"
+
+
 def test_keys_that_stop_being_readable_are_told_once(
     issuer: Issuer, check: Callable[[str], Owner], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -965,9 +965,9 @@ class Server:
         Finishes the steps that were begun, makes written blobs durable, ends the threads. Sessions end, unless they outlive the process. Idempotent.
         """
 
-    def begin_snapshot_reading(self, job_id: int, name: str, *, uid: int, pid: int, piece_first: int = 0, identity: int = 0) -> SnapshotReading:
+    def begin_snapshot_reading(self, job_id: int, name: str, *, owner: str, uid: int, pid: int, piece_first: int = 0, identity: int = 0) -> SnapshotReading:
         """
-        One of a job, and four of a user at a time. The snapshot cannot be dropped until end_snapshot_reading().
+        One of a job, and four of an owner at a time. The snapshot cannot be dropped until end_snapshot_reading().
         """
 
     def read_snapshot(self, reading_id: int, place: SnapshotPlace, memory: SnapshotMemory, *, offset_bytes: int, timeout_s: float) -> SnapshotPiece:

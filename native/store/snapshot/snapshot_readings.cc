@@ -120,7 +120,7 @@ struct SnapshotReadings::Pending {
 };
 
 Status SnapshotReadings::check_bounds(const Job& job, const SnapshotReadingRequest& request) const {
-  size_t of_user = 0;
+  size_t of_owner = 0;
   for (const auto& [id, each] : readings_) {
     if (each.job_id == job.job_id()) {
       return error(StatusCode::in_use,
@@ -131,14 +131,13 @@ Status SnapshotReadings::check_bounds(const Job& job, const SnapshotReadingReque
                    " is being exported, one of a job at a time; wait for its end, or end process ",
                    each.pid);
     }
-    if (each.uid == request.uid) ++of_user;
+    if (each.owner == request.owner) ++of_owner;
   }
-  if (of_user < kReadingsOfUserMax) return Status::ok();
+  if (of_owner < kReadingsOfOwnerMax) return Status::ok();
   return error(StatusCode::capacity,
-               "user ",
-               request.uid,
-               " exports as many snapshots as a user may at a time; wait for one to end: ",
-               of_user);
+               request.owner,
+               " exports as many snapshots as it may at a time; wait for one to end: ",
+               of_owner);
 }
 
 Result<SnapshotReading> SnapshotReadings::begin(const SnapshotReadingRequest& request) {
@@ -175,6 +174,7 @@ Result<SnapshotReading> SnapshotReadings::begin(const SnapshotReadingRequest& re
   readings_.emplace(reading_id,
                     Reading{.snapshot_id = snapshot->id,
                             .job_id = request.job_id,
+                            .owner = request.owner,
                             .uid = request.uid,
                             .pid = request.pid,
                             .job_name = job->name(),

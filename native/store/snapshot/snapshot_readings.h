@@ -25,7 +25,8 @@ namespace memd {
 struct SnapshotReadingRequest {
   uint64_t job_id = 0;
   std::string name;
-  uint32_t uid = 0;  // its readings are counted together
+  std::string owner;  // a user or tenant, for an error too: its readings are counted together
+  uint32_t uid = 0;
   uint32_t pid = 0;  // for an error
   /// Pieces that the caller has from an earlier reading, if that had this identity.
   uint64_t piece_first = 0;
@@ -86,15 +87,15 @@ class SnapshotPiece {
   bool keeps_maxima_ = false;
 };
 
-/// One reading of a job and kReadingsOfUserMax of a user at a time. A snapshot that is read cannot
-/// be dropped; if its job is, the next piece is refused. Only reads that were asked for are made:
-/// a caller that is slow holds nothing but its snapshot. Owned by the ShardStore; the server thread
-/// calls everything; nothing blocks.
+/// One reading of a job and kReadingsOfOwnerMax of an owner at a time. A snapshot that is read
+/// cannot be dropped; if its job is, the next piece is refused. Only reads that were asked for are
+/// made: a caller that is slow holds nothing but its snapshot. Owned by the ShardStore; the server
+/// thread calls everything; nothing blocks.
 class SnapshotReadings {
  public:
   using Piece = std::shared_ptr<const SnapshotPiece>;
   using Read = std::function<void(Result<Piece>)>;
-  static constexpr size_t kReadingsOfUserMax = 4;
+  static constexpr size_t kReadingsOfOwnerMax = 4;
 
   SnapshotReadings(const StoreParts& parts, Snapshots& snapshots)
       : parts_(parts), snapshots_(snapshots) {}
@@ -122,6 +123,7 @@ class SnapshotReadings {
   struct Reading {
     uint64_t snapshot_id = 0;
     uint64_t job_id = 0;
+    std::string owner;
     uint32_t uid = 0;
     uint32_t pid = 0;
     std::string job_name;
