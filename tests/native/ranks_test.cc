@@ -292,6 +292,22 @@ TEST_F(RanksTest, a_rank_that_comes_late_is_waited_for) {
   EXPECT_EQ(heart_.read<float>(ranks_[1], ids_[0]), twins_[0].theta);
 }
 
+TEST_F(RanksTest, nobody_else_steps_while_ranks_come) {
+  for (const uint64_t session : ranks_) ASSERT_TRUE(heart_.store().detach(session).is_ok());
+  const uint64_t other = heart_.attach(job_id_);
+  StepRequest alone = request({});
+  alone.session_id = other;
+  for (const uint32_t rank : {0, 1, 2}) {
+    ranks_[rank] = heart_.attach(job_id_);
+    ASSERT_TRUE(join(ranks_[rank], {.rank = rank, .world_size = kWorld}).is_ok());
+    expect_words(heart_.step(alone).first, StatusCode::in_use, "none of the 3 ranks");
+  }
+  for (const uint32_t rank : {0, 1, 2}) add(rank, 0, 10 + rank);
+  ASSERT_TRUE(step(request({ids_[0]}), others()).is_ok());
+  twins_[0].step(settings_, sum({10, 11, 12}));
+  EXPECT_EQ(heart_.read<float>(ranks_[1], ids_[0]), twins_[0].theta);
+}
+
 TEST_F(RanksTest, a_place_is_taken_once_and_by_ranks_of_one_world) {
   const uint64_t other = heart_.attach(job_id_);
   expect_words(join(other, {.rank = 1, .world_size = kWorld}), StatusCode::in_use, "rank 1 of 3");
@@ -305,7 +321,7 @@ TEST_F(RanksTest, a_place_is_taken_once_and_by_ranks_of_one_world) {
   add(0, 0, 10);
   StepRequest alone = request({ids_[0]});
   alone.session_id = other;
-  expect_words(heart_.step(alone).first, StatusCode::invalid_argument, "none of the 3");
+  expect_words(heart_.step(alone).first, StatusCode::in_use, "none of the 3 ranks");
   expect_words(
       heart_.store().gradients().end_of_rank(other), StatusCode::invalid_argument, "is no rank");
 }

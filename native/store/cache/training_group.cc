@@ -102,6 +102,15 @@ bool TrainingGroup::leave(uint64_t session_id) {
 // ---- Steps --------------------------------------------------------------------------------------
 
 Status TrainingGroup::check_step(uint64_t session_id) const {
+  // Also before the second rank comes, while the group is of one.
+  if (!ranks_.is_empty() && !ranks_.rank_of(session_id)) {
+    return error(StatusCode::in_use,
+                 "session ",
+                 session_id,
+                 " is none of the ",
+                 ranks_.world_size(),
+                 " ranks that train this job; end them, or train another job");
+  }
   if (contains(session_id) || size() <= 1) return Status::ok();
   return error(StatusCode::invalid_argument,
                "session ",
