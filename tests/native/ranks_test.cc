@@ -1,5 +1,6 @@
 // Ranks of one start: sums in their order, steps together, and the end of one of them.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <memory>
 #include <optional>
@@ -101,6 +102,20 @@ class RanksTest : public ::testing::Test {
     EXPECT_TRUE(heart_.until([&] { return answer.has_value(); }));
     return answer.value_or(Status::ok());
   }
+  /// The step that a row of the table may follow: see PinWords.
+  uint64_t resident_call(uint32_t rank) {
+    const ServerRing& ring = heart_.store().sessions().find(ranks_[rank])->second->ring;
+    const auto memory = SharedMemory::map(OwnedFd(dup(ring.session_fd())), sizeof(SessionLayout));
+    return reinterpret_cast<const SessionLayout*>(memory.value().data())->header.resident_call;
+  }
+  std::shared_ptr<std::optional<Held>> ask_value_after(uint32_t rank, uint64_t call) {
+    return heart_.ask({.session_id = ranks_[rank],
+                       .shard_id = ids_[0],
+                       .part = Part::value,
+                       .mode = LeaseMode::read,
+                       .timeout_ns = 60'000'000'000,
+                       .after_call = call});
+  }
   static void expect_words(const Status& status, StatusCode code, const std::string& words) {
     EXPECT_EQ(status.code(), code);
     EXPECT_NE(status.message().find(words), std::string::npos) << status.message();
@@ -195,12 +210,7 @@ TEST_F(RanksTest, a_step_is_of_all_of_them_and_each_may_lease_after_it) {
   expect_words(
       step(request({ids_[0]}), {others()[0]}), StatusCode::invalid_argument, "this one is of 2");
   // A lease that follows the step waits for it, whichever rank asks.
-  const auto early = heart_.ask({.session_id = ranks_[2],
-                                 .shard_id = ids_[0],
-                                 .part = Part::value,
-                                 .mode = LeaseMode::read,
-                                 .timeout_ns = 60'000'000'000,
-                                 .after_call = 7});
+  const auto early = ask_value_after(2, 7);
   EXPECT_FALSE(is_answered(early));
   std::vector<StepCall> calls = others(7);
   StepRequest again = request({ids_[0]});
@@ -220,13 +230,8 @@ TEST_F(RanksTest, a_step_that_fails_is_all_of_theirs_to_make_again) {
   }
   const Held held = heart_.lease(ranks_[1], ids_[1], LeaseMode::overwrite);
   ASSERT_FALSE(step(request({ids_[0]}), others()).is_ok());
-  const auto after = heart_.ask({.session_id = ranks_[2],
-                                 .shard_id = ids_[0],
-                                 .part = Part::value,
-                                 .mode = LeaseMode::read,
-                                 .timeout_ns = 60'000'000'000,
-                                 .after_call = 1});
-  expect_words((**answered(after)).status, StatusCode::invalid_argument, "was not made");
+  expect_words(
+      (**answered(ask_value_after(2, 1))).status, StatusCode::invalid_argument, "was not made");
   const auto values = numbers(kElements, 2);
   std::copy(values.begin(), values.end(), held.as<float>().begin());
   heart_.release(held);
@@ -235,6 +240,81 @@ TEST_F(RanksTest, a_step_that_fails_is_all_of_theirs_to_make_again) {
   ASSERT_TRUE(step(again, others(2)).is_ok());
   twins_[0].step(settings_, sum({10, 11, 12}));
   EXPECT_EQ(heart_.read<float>(ranks_[2], ids_[0]), twins_[0].theta);
+}
+
+TEST_F(RanksTest, a_step_that_they_repeat_is_each_ones_newest_call_whether_it_is_made_or_fails) {
+  for (const uint32_t rank : {0, 1, 2}) {
+    add(rank, 0, 10 + rank);
+    end(rank);
+  }
+  heart_.faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::write});
+  std::optional<Status> first;
+  heart_.store().operations().step(
+      request({ids_[0]}), others(), [&](const Status& status, const StepReport&) {
+        first = status;
+      });
+  ASSERT_TRUE(heart_.until([&] { return heart_.faults().fault_hit_count() > 0; }));
+  ASSERT_FALSE(first.has_value()) << "the disk holds it up";
+  StepRequest repeated = request({ids_[0]});
+  repeated.call = 5;
+  std::optional<Status> second;
+  heart_.store().operations().step(
+      repeated, others(5), [&](const Status& status, const StepReport&) { second = status; });
+  for (const uint32_t rank : {0, 1, 2}) EXPECT_EQ(resident_call(rank), 5U) << rank;
+  JobSpace& space = heart_.job(ranks_[0]).space();
+  const uint64_t quota_bytes = space.quota_bytes();
+  space.set_quota_bytes(space.used_bytes());
+  heart_.faults().clear_faults();
+  heart_.faults().release_stalled();
+  ASSERT_TRUE(heart_.until([&] { return first && second; }));
+  ASSERT_EQ(second->code(), StatusCode::capacity) << second->message();
+  // None of them goes on with the values of the step before.
+  for (const uint32_t rank : {0, 1, 2}) {
+    expect_words(
+        (**answered(ask_value_after(rank, 5))).status, StatusCode::capacity, "was not made");
+  }
+  space.set_quota_bytes(quota_bytes);
+  repeated.call = 6;
+  ASSERT_TRUE(step(repeated, others(6)).is_ok());
+  twins_[0].step(settings_, sum({10, 11, 12}));
+  // Its answer was lost.
+  repeated.call = 7;
+  ASSERT_TRUE(step(repeated, others(7)).is_ok());
+  for (const uint32_t rank : {0, 1, 2}) {
+    EXPECT_EQ(resident_call(rank), 7U) << rank;
+    EXPECT_EQ(heart_.read<float>(ranks_[rank], ids_[0]), twins_[0].theta);
+  }
+}
+
+TEST_F(RanksTest, a_repeated_step_that_is_refused_is_a_failed_call_of_each) {
+  for (const uint32_t rank : {0, 1, 2}) add(rank, 0, 10 + rank);
+  heart_.faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::write});
+  std::optional<Status> first;
+  heart_.store().operations().step(
+      request({ids_[0]}), others(), [&](const Status& status, const StepReport&) {
+        first = status;
+      });
+  StepRequest another = request({ids_[0], ids_[1]});
+  another.call = 5;
+  expect_words(step(another, others(5)), StatusCode::invalid_argument, "twice, each time over");
+  for (const uint32_t rank : {0, 1, 2}) {
+    expect_words((**answered(ask_value_after(rank, 5))).status,
+                 StatusCode::invalid_argument,
+                 "was not made");
+  }
+  ASSERT_FALSE(first.has_value()) << "the disk holds it up";
+  heart_.faults().clear_faults();
+  heart_.faults().release_stalled();
+  ASSERT_TRUE(heart_.until([&] { return first.has_value(); }));
+  ASSERT_TRUE(first->is_ok()) << first->message();
+  // Made already, and other gradients have come since.
+  for (const uint32_t rank : {0, 1, 2}) add(rank, 0, 20 + rank);
+  StepRequest late = request({ids_[0]});
+  late.call = 8;
+  ASSERT_FALSE(step(late, others(8)).is_ok());
+  for (const uint32_t rank : {0, 1, 2}) {
+    expect_words((**answered(ask_value_after(rank, 8))).status, StatusCode::fenced, "was not made");
+  }
 }
 
 TEST_F(RanksTest, gradients_of_the_next_step_are_in_order_again) {

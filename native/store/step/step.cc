@@ -108,9 +108,10 @@ Step::Step(const StepParts& parts,
   shards_.seal();
 }
 
-void Step::join(uint64_t call, StepDone done) {
+void Step::join(uint64_t call, const std::vector<StepCall>& others, StepDone done) {
   also_done_.push_back(std::move(done));
   request_.call = call;
+  if (!others.empty()) others_ = others;
 }
 
 std::vector<StepCall> Step::calls() const {

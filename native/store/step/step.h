@@ -82,8 +82,8 @@ class Step : public std::enable_shared_from_this<Step> {
   bool is_step() const { return is_step_; }
   const std::set<uint32_t>& buckets() const { return shards_.buckets(); }
   void set_update_order(std::vector<uint32_t> order) { update_order_ = std::move(order); }
-  /// Asked for again.
-  void join(uint64_t call, StepDone done);
+  /// Asked for again, with new calls of the same sessions. `others`: none but those of ranks.
+  void join(uint64_t call, const std::vector<StepCall>& others, StepDone done);
   bool is_undoing() const { return state_ == StepState::undoing; }
   /// In the job's committed step, while the commit is under way.
   bool is_counted() const { return commit_.is_counted(); }

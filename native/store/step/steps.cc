@@ -9,8 +9,10 @@
 namespace memd {
 namespace {
 
-StepCall caller(const StepRequest& request) {
-  return {.session_id = request.session_id, .call = request.call};
+/// That of the request, and those of other ranks.
+std::vector<StepCall> calls_of(const StepRequest& request, std::vector<StepCall> others) {
+  others.push_back({.session_id = request.session_id, .call = request.call});
+  return others;
 }
 
 }  // namespace
@@ -18,28 +20,21 @@ StepCall caller(const StepRequest& request) {
 // ---- Accepting ----------------------------------------------------------------------------------
 
 void Steps::step(StepRequest request, std::vector<StepCall> others, StepDone done) {
-  for (const StepCall& each : others) note_call(each);
-  note_call(caller(request));
+  for (const StepCall& each : calls_of(request, others)) note_call(each);
   // An answer to what is asked for again is one to all ranks.
-  if (joins_earlier(request, done)) return;
+  if (joins_earlier(request, others, done)) return;
   Status status = parts_.group.check_step(request.session_id);
   if (const auto notice = parts_.group.take_notice(request.session_id)) status = *notice;
   // Says more than a notice does.
   if (Status ranks = check_ranks(request, others); !ranks.is_ok()) status = std::move(ranks);
   if (status.is_ok()) status = check_step(parts_, request);
-  if (!status.is_ok()) {
-    for (const StepCall& each : others) note_call_failed(each, status);
-    return refuse(request, done, status);
-  }
+  if (!status.is_ok()) return refuse(request, others, done, status);
   request.summed = summed_gradients(parts_, request);
   std::optional<size_t> place;
   const auto& ledger = parts_.job.ledger;
   if (ledger != nullptr && !MEMD_PLANTED("ledger.step_not_recorded")) {
     const auto closed = ledger->close_step(request);
-    if (!closed.is_ok()) {
-      for (const StepCall& each : others) note_call_failed(each, closed.status());
-      return refuse(request, done, closed.status());
-    }
+    if (!closed.is_ok()) return refuse(request, others, done, closed.status());
     place = closed.value();
     MEMD_FAILPOINT("ledger.step_closed");
   }
@@ -100,23 +95,29 @@ void Steps::enqueue(const char* kind, const std::shared_ptr<Step>& step) {
 
 // ---- Steps that are asked for again -------------------------------------------------------------
 
-bool Steps::joins_earlier(const StepRequest& request, StepDone& done) {
+bool Steps::joins_earlier(const StepRequest& request,
+                          const std::vector<StepCall>& others,
+                          StepDone& done) {
   if (request.step == 0 || MEMD_PLANTED("step.made_again_when_repeated")) return false;
   const auto same = std::find_if(closed_.begin(), closed_.end(), [&](const auto& step) {
     return step->request().session_id == request.session_id && step->request().step == request.step;
   });
   if (same != closed_.end()) {
-    join(**same, request, done);
+    join(**same, request, others, done);
     return true;
   }
   if (request.step > parts_.progress.committed_step()) return false;
-  answer_repeated(request, done);
+  answer_repeated(request, others, done);
   return true;
 }
 
-void Steps::join(Step& earlier, const StepRequest& request, StepDone& done) {
+void Steps::join(Step& earlier,
+                 const StepRequest& request,
+                 const std::vector<StepCall>& others,
+                 StepDone& done) {
   if (!is_same_step(earlier.request(), request)) {
     return refuse(request,
+                  others,
                   done,
                   error(StatusCode::invalid_argument,
                         "this session closes step ",
@@ -126,16 +127,20 @@ void Steps::join(Step& earlier, const StepRequest& request, StepDone& done) {
                         " twice, each time over other shards; wait for the answer to one step "
                         "before the next is asked for"));
   }
-  earlier.join(request.call, std::move(done));
-  if (!earlier.is_undoing()) let_lease_after(caller(request));
+  earlier.join(request.call, others, std::move(done));
+  if (earlier.is_undoing()) return;
+  for (const StepCall& each : calls_of(request, others)) let_lease_after(each);
 }
 
-void Steps::answer_repeated(const StepRequest& request, const StepDone& done) {
+void Steps::answer_repeated(const StepRequest& request,
+                            const std::vector<StepCall>& others,
+                            const StepDone& done) {
   const JobProgress& progress = parts_.progress;
   const Session* const session = parts_.session(request.session_id);
   if (session == nullptr || request.step > session->step_committed) {
     // That its own gradients made this step is not known: silence could lose one.
     return refuse(request,
+                  others,
                   done,
                   error(StatusCode::fenced,
                         "job ",
@@ -150,7 +155,9 @@ void Steps::answer_repeated(const StepRequest& request, const StepDone& done) {
   report.committed_step = progress.committed_step();
   report.durable_step = progress.durable_step();
   report.disk_error = progress.disk_error().message();
-  repeated.is_ok() ? let_lease_after(caller(request)) : note_call_failed(caller(request), repeated);
+  for (const StepCall& each : calls_of(request, others)) {
+    repeated.is_ok() ? let_lease_after(each) : note_call_failed(each, repeated);
+  }
   done(repeated, report);
 }
 
@@ -184,8 +191,11 @@ void Steps::note_call_failed(const StepCall& caller, const Status& why) {
                                 why.message());
 }
 
-void Steps::refuse(const StepRequest& request, const StepDone& done, const Status& why) {
-  note_call_failed(caller(request), why);
+void Steps::refuse(const StepRequest& request,
+                   const std::vector<StepCall>& others,
+                   const StepDone& done,
+                   const Status& why) {
+  for (const StepCall& each : calls_of(request, others)) note_call_failed(each, why);
   done(why, {});
 }
 

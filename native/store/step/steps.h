@@ -47,10 +47,17 @@ class Steps {
  private:
   friend class Step;
 
-  bool joins_earlier(const StepRequest& request, StepDone& done);
-  void join(Step& earlier, const StepRequest& request, StepDone& done);
+  bool joins_earlier(const StepRequest& request,
+                     const std::vector<StepCall>& others,
+                     StepDone& done);
+  void join(Step& earlier,
+            const StepRequest& request,
+            const std::vector<StepCall>& others,
+            StepDone& done);
   /// The job has committed a step of that number.
-  void answer_repeated(const StepRequest& request, const StepDone& done);
+  void answer_repeated(const StepRequest& request,
+                       const std::vector<StepCall>& others,
+                       const StepDone& done);
   void sync(StepCommit::Sync kind, StepDone done);
   void accept(StepRequest request,
               std::vector<StepCall> others,
@@ -61,7 +68,10 @@ class Steps {
   void note_call(const StepCall& caller);
   void let_lease_after(const StepCall& caller);
   void note_call_failed(const StepCall& caller, const Status& why);
-  void refuse(const StepRequest& request, const StepDone& done, const Status& why);
+  void refuse(const StepRequest& request,
+              const std::vector<StepCall>& others,
+              const StepDone& done,
+              const Status& why);
   void enqueue(const char* kind, const std::shared_ptr<Step>& step);
   /// Called by the step, as the last thing that it does.
   void finished(Step& step, const Status& status);
