@@ -205,6 +205,12 @@ def _refuse_other_step(first: Any, other: Any, name: str) -> None:
             values = getattr(one.settings, key), getattr(another.settings, key)
             if values[0] != values[1]:
                 refuse(f"values of {key}", *values)
-        if set(one.shard_ids) != set(another.shard_ids):
-            only = min(set(one.shard_ids) ^ set(another.shard_ids))
-            refuse(f"parameters (shard {only})", len(one.shard_ids), len(another.shard_ids))
+        only = set(one.shard_ids) ^ set(another.shard_ids)
+        if only:
+            refuse(f"parameters (shard {min(only)})", len(one.shard_ids), len(another.shard_ids))
+        # Ranks clip gradients, and load states, by place.
+        for at, pair in enumerate(zip(one.shard_ids, another.shard_ids, strict=False)):
+            if pair[0] != pair[1]:
+                refuse(f"orders of parameters (place {at})", *(f"shard {each}" for each in pair))
+        if len(one.shard_ids) != len(another.shard_ids):
+            refuse("numbers of parameters", len(one.shard_ids), len(another.shard_ids))

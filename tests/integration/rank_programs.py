@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import distributed, nn
@@ -348,6 +348,62 @@ def refusals(address: str) -> dict[str, Any]:
         optimizer.param_groups[0]["lr"] = 0.1
         optimizer.step()
         found["step"] = str(session.committed_step)
+        distributed.barrier()
+    return found
+
+
+class Shifted(nn.Module):
+    """A layer with a buffer."""
+
+    shift: torch.Tensor
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4, 4), value))
+        self.register_buffer("shift", torch.full((4,), value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.shift
+
+
+class Unordered(nn.Module):
+    """Its layers come in another order on each rank, as from a set."""
+
+    VALUES: ClassVar = {"first": 1.0, "second": 2.0}
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = sorted(self.VALUES, reverse=distributed.get_rank() == 1)
+        self.layers = nn.ModuleDict({name: Shifted(self.VALUES[name]) for name in names})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = self.layers["first"](x).sum() + 5 * self.layers["second"](x).sum()
+        return total
+
+
+def orders(address: str) -> dict[str, Any]:
+    """What ranks do with layers in different orders, each with its error or values."""
+    rank = distributed.get_rank()
+    model = Unordered()
+    with memd_client.connect(address, job="orders", **QUOTAS) as session:
+        memd_client.offload(model, session)
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        model(torch.ones(2, 4)).backward()
+        found: dict[str, Any] = {
+            "buffers": {
+                name: layer.get_buffer("shift").tolist() for name, layer in model.layers.items()
+            },
+            "clip": _error(lambda: optimizer.clip_grad_norm_(0.5)),
+        }
+        optimizer.step()
+        found["step"] = _error(lambda: session.committed_step)
+        distributed.barrier()
+        if rank:
+            optimizer.param_groups[0]["params"].reverse()
+        found["arguments"] = _error(lambda: optimizer.clip_grad_norm_(0.5 * (1 + rank)))
+        found["norm"] = float(optimizer.clip_grad_norm_(0.5))
+        optimizer.step()
+        found["committed"] = session.committed_step
         distributed.barrier()
     return found
 

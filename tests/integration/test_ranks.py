@@ -166,6 +166,23 @@ def test_a_rank_that_is_late_is_named_and_the_step_is_made_when_it_comes(
 
 
 @pytest.mark.more
+def test_ranks_whose_layers_have_other_orders_share_buffers_by_name_and_step_no_wrong_numbers(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    words = {
+        "clip": "InvalidArgument: all ranks clip gradients alike, and gradient 0 differs: ",
+        "step": "orders of parameters (place 0) differ: shard ",
+        "arguments": "InvalidArgument: all ranks clip gradients alike, and max_norm differs: ",
+    }
+    for found in run(daemon, tmp_path, "orders", world_size=2):
+        assert found["buffers"] == {"first": [1.0] * 4, "second": [2.0] * 4}
+        assert {name: found[name] for name in words if words[name] not in found[name]} == {}
+        # Of 16 elements each: 2 rows of ones, and five times that.
+        assert found["norm"] == pytest.approx(4 * (2**2 + 10**2) ** 0.5)
+        assert found["committed"] == 1
+
+
+@pytest.mark.more
 def test_what_ranks_may_not_do_is_one_sentence_on_each(daemon: Daemon, tmp_path: Path) -> None:
     words = {
         "embedded": "InvalidArgument: an embedded: daemon is private",

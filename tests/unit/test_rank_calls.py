@@ -151,7 +151,7 @@ def step_of(rank: int, **changes: Any) -> RankCall:
 
 
 def test_the_step_of_all_ranks_is_the_first_ones_with_the_buffers_of_all() -> None:
-    merged = merged_step({0: step_of(0), 1: step_of(1, shard_ids=[2, 1])}, NAMES)
+    merged = merged_step({0: step_of(0), 1: step_of(1)}, NAMES)
     assert merged.session_id == 1
     assert merged.call == 10
     assert [each.buffer_shard_id for each in merged.buffers] == [7, 8]
@@ -163,10 +163,15 @@ def test_the_step_of_all_ranks_is_the_first_ones_with_the_buffers_of_all() -> No
         ({"settings": {"lr": 0.2}}, r"values of lr differ: 0\.1 on rank 0, 0\.2 on rank 1"),
         ({"settings": {"amsgrad": True}}, "values of amsgrad differ"),
         ({"shard_ids": [1]}, r"parameters \(shard 2\) differ"),
+        (
+            {"shard_ids": [2, 1]},
+            r"orders of parameters \(place 0\) differ: shard 1 on rank 0, shard 2 on rank 1",
+        ),
+        ({"shard_ids": [1, 2, 2]}, "numbers of parameters differ: 2 on rank 0, 3 on rank 1"),
         ({"step": 5}, "step numbers differ: 4 on rank 0, 5 on rank 1"),
         ({"groups": 2}, "numbers of parameter groups differ: 1 on rank 0, 2 on rank 1"),
     ],
-    ids=["lr", "amsgrad", "shards", "number", "groups"],
+    ids=["lr", "amsgrad", "shards", "order", "twice", "number", "groups"],
 )
 def test_the_first_difference_between_ranks_is_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(Refused, match=words):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -164,7 +165,8 @@ class _SharedBuffers:
         ranks = self._job.ranks
         if module.training and torch.is_grad_enabled():
             with torch.no_grad():
-                for buffer in module.buffers():
+                # By name: the order of modules may be another on each rank.
+                for _, buffer in sorted(module.named_buffers(), key=itemgetter(0)):
                     dense = buffer.detach().contiguous()
                     ranks.broadcast(dense, "share buffers")
                     if not ranks.is_first and dense.data_ptr() != buffer.data_ptr():

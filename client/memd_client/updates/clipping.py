@@ -26,12 +26,21 @@ def clip_gradients(
     Gradients are leased one at a time. All are scaled, or none.
 
     Raises:
+        InvalidArgument: ranks have other targets, or these in another order, or other arguments.
         RuntimeError: `error_if_nonfinite` and the norm is not finite.
     """
+    _refuse_different(
+        targets,
+        {
+            "max_norm": float(max_norm),
+            "norm_type": float(norm_type),
+            "error_if_nonfinite": error_if_nonfinite,
+        },
+        ranks,
+    )
     if not targets:
         return torch.tensor(0.0)
-    # Ranks have the same targets, and share the work: each gradient is one rank's to read and
-    # change.
+    # Ranks share the work: each gradient is one rank's to read and change, told by its place.
     own = [target for at, target in enumerate(targets) if at % ranks.world_size == ranks.rank]
     norms = _of_all_ranks(
         [torch.linalg.vector_norm(each.gradient_for_reading(), float(norm_type)) for each in own],
@@ -55,6 +64,17 @@ def clip_gradients(
         # Nobody reads what others have not scaled yet.
         ranks.exchange(None, "clip gradients")
     return total_norm
+
+
+def _refuse_different(
+    targets: Sequence[Target], arguments: dict[str, object], ranks: Ranks
+) -> None:
+    if not ranks.are_several:
+        return
+    named = {f"gradient {at}": target.shard.label for at, target in enumerate(targets)}
+    # As text, since NaN is not equal to itself.
+    settings = {name: str(value) for name, value in arguments.items()}
+    ranks.refuse_different(settings | named, "clip gradients")
 
 
 def _of_all_ranks(
