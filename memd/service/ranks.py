@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from memd.service.call import Call
     from memd_native import RanksReport, Server
 
-# How often a call that waits looks whether a rank has ended.
+# How often a call that waits looks whether a rank has ended, and whether its caller waits still.
 _LOOK_S = 0.2
 _JOBS_MAX = 1024  # as many as a daemon has sessions at most
+# Ranks make a call again that ended so.
+_NO_OUTCOME = {StatusCode.DEADLINE, StatusCode.UNAVAILABLE}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,14 +42,24 @@ class _Gathered:
     calls: dict[int, RankCall] = field(default_factory=dict)
     is_begun: bool = False
     result: Any = None
-    error: Exception | None = None
+    error: Refused | StatusError | None = None
     is_over: bool = False
+
+    @property
+    def has_no_outcome(self) -> bool:
+        """Nobody knows whether it is made, so it has to be carried out again."""
+        return self.error is not None and self.error.code in _NO_OUTCOME
+
+    def withdraw(self, call: RankCall) -> None:
+        """Nobody waits for its answer. If its rank has called again, that call stays."""
+        if not self.is_begun and self.calls.get(call.rank) is call:
+            del self.calls[call.rank]
 
 
 class RankCalls:
     """Gathers calls by their number. Any thread may call; each waits for the last one, whose thread
     carries the call out for all. The outcomes of the last two are kept: a rank that has not had its
-    answer asks again.
+    answer asks again. A call without an outcome is gathered anew when it is repeated.
     """
 
     def __init__(self, server: Server) -> None:
@@ -81,7 +93,7 @@ class RankCalls:
         if is_last:
             self._carry_out(gathered, report, carry_out)
         else:
-            self._wait(session, call, gathered, deadline)
+            self._wait(session, call, gathered, deadline, waited)
         if gathered.error is not None:
             raise gathered.error
         return gathered.result
@@ -102,7 +114,9 @@ class RankCalls:
             )
         for old in [each for each in calls if each + 2 <= number]:
             del calls[old]
-        return calls.setdefault(number, _Gathered())
+        if number not in calls or calls[number].has_no_outcome:
+            calls[number] = _Gathered()
+        return calls[number]
 
     def _carry_out(
         self,
@@ -121,15 +135,25 @@ class RankCalls:
                 gathered.calls = {}
                 self._changed.notify_all()
 
-    def _wait(self, session: Session, call: RankCall, gathered: _Gathered, deadline: float) -> None:
+    def _wait(
+        self,
+        session: Session,
+        call: RankCall,
+        gathered: _Gathered,
+        deadline: float,
+        waited: Call,
+    ) -> None:
         while True:
             with self._changed:
                 left_s = deadline - time.monotonic()
                 self._changed.wait_for(lambda: gathered.is_over, min(_LOOK_S, max(left_s, 0)))
                 if gathered.is_over:
                     return
-                came = set() if gathered.is_begun else set(gathered.calls)
-            if not came:
+                if time.monotonic() < deadline and not waited.is_waited_for():
+                    gathered.withdraw(call)
+                    raise Refused(StatusCode.UNAVAILABLE, "the caller has given up")
+                is_begun, came = gathered.is_begun, set(gathered.calls)
+            if is_begun:
                 # It is carried out, whoever ends now.
                 if time.monotonic() < deadline:
                     continue
@@ -141,16 +165,13 @@ class RankCalls:
             try:
                 report = self._server.ranks(session.session_id)
             except StatusError:
-                self._withdraw(call, gathered)
+                with self._changed:
+                    gathered.withdraw(call)
                 raise
             if time.monotonic() >= deadline:
-                self._withdraw(call, gathered)
+                with self._changed:
+                    gathered.withdraw(call)
                 raise Refused(StatusCode.DEADLINE, _overdue(session, call, came, report))
-
-    def _withdraw(self, call: RankCall, gathered: _Gathered) -> None:
-        with self._changed:
-            if not gathered.is_begun:
-                gathered.calls.pop(call.rank, None)
 
 
 def _overdue(session: Session, call: RankCall, came: set[int], report: RanksReport) -> str:

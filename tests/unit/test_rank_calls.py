@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -45,9 +46,15 @@ class Ranks:
 class Waited:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self.is_lost = False
+        self.is_gathered = threading.Event()
 
     def timeout_s(self) -> float:
         return self._timeout_s
+
+    def is_waited_for(self) -> bool:
+        self.is_gathered.set()
+        return not self.is_lost
 
 
 class Caller:
@@ -57,17 +64,31 @@ class Caller:
         self.server = Ranks()
         self.calls = RankCalls(cast("Server", self.server))
         self.carried_out: list[list[str]] = []
+        self.failures: list[Exception] = []  # of the calls to come
 
-    def call(self, rank: int, number: int, what: str = "x", timeout_s: float = 30.0) -> Any:
+    def call(
+        self,
+        rank: int,
+        number: int,
+        what: str = "x",
+        timeout_s: float = 30.0,
+        *,
+        waited: Waited | None = None,
+        request: str = "",
+    ) -> Any:
         def carry_out(calls: Mapping[int, RankCall]) -> str:
             self.carried_out.append([calls[each].request for each in sorted(calls)])
+            if self.failures:
+                raise self.failures.pop(0)
             return f"made {number}"
 
         return self.calls.together(
             Session(session_id=rank + 1, job_id=5, job_name="job"),
-            RankCall(rank=rank, session_id=rank + 1, what=what, request=f"{rank}.{number}"),
+            RankCall(
+                rank=rank, session_id=rank + 1, what=what, request=request or f"{rank}.{number}"
+            ),
             number,
-            waited=cast("Call", Waited(timeout_s)),
+            waited=cast("Call", waited or Waited(timeout_s)),
             carry_out=carry_out,
         )
 
@@ -109,6 +130,40 @@ def test_a_rank_that_does_not_call_is_named_and_the_call_is_made_when_it_does() 
         caller.call(1, 1, timeout_s=0.05)
     assert caller.both(1) == ["made 1"] * 2
     assert len(caller.carried_out) == 1
+
+
+@pytest.mark.parametrize("code", [StatusCode.DEADLINE, StatusCode.UNAVAILABLE])
+def test_a_call_that_ended_without_an_outcome_is_carried_out_when_all_repeat_it(
+    code: StatusCode,
+) -> None:
+    caller = Caller()
+    caller.failures = [Refused(code, "the disk is slow"), Refused(StatusCode.CAPACITY, "is full")]
+    for answer in caller.both(1):
+        assert isinstance(answer, Refused)
+        assert str(answer) == "the disk is slow"
+    # It has an outcome now, which is told again.
+    for _ in (1, 2):
+        for answer in caller.both(1):
+            assert isinstance(answer, Refused)
+            assert str(answer) == "is full"
+    assert caller.carried_out == [["0.1", "1.1"]] * 2
+    assert caller.both(2) == ["made 2"] * 2
+
+
+def test_a_call_whose_caller_is_lost_leaves_and_takes_no_newer_one_with_it() -> None:
+    caller = Caller()
+    lost, newer = Waited(30.0), Waited(30.0)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(caller.call, 0, 1, waited=lost, request="lost")
+        assert lost.is_gathered.wait(30.0)
+        second = threads.submit(caller.call, 0, 1, waited=newer, request="newer")
+        assert newer.is_gathered.wait(30.0)
+        lost.is_lost = True
+        with pytest.raises(Refused, match="given up"):
+            first.result(30.0)
+        assert caller.call(1, 1) == "made 1"
+        assert second.result(30.0) == "made 1"
+    assert caller.carried_out == [["newer", "1.1"]]
 
 
 def test_ranks_that_make_different_calls_are_both_told() -> None:
