@@ -15,12 +15,13 @@ from grpc_status import rpc_status  # type: ignore[import-untyped]  # nor has gr
 
 from memd.identity import UidIdentity
 from memd.refusal import Refused, StatusCode
-from memd.service.places import SHORT_CALLS, STEPS, STREAMS, Holder, Places
+from memd.service.places import RANKS, SHORT_CALLS, STEPS, STREAMS, Holder, Places
 from memd_native import StatusError
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from memd.identity import Identity
     from memd.peers import Peer, Peers
@@ -46,6 +47,8 @@ _STEPS = {
     "RestoreSnapshot",
     "DropSnapshot",
 }
+# They wait for other ranks where they have a number.
+_RANKS = {"Step", "EndGradients", "DropGradients"}
 # They only look: without a deadline they hold nothing up.
 _READING = {
     "Check",
@@ -93,6 +96,11 @@ class Call:
 
     peer: Peer
     context: grpc.ServicerContext
+    places: Places
+
+    def takes(self, kind: Kind, request: Any) -> AbstractContextManager[None]:
+        """A place of another kind besides its own. Refused where there is none."""
+        return self.places.taken(kind, self.holder(request))
 
     def holder(self, request: Any) -> Holder:
         """The caller that the call counts against: its process, or its connection if nothing tells
@@ -243,7 +251,8 @@ class Gate(grpc.ServerInterceptor):
             try:
                 call = self._admit(method, context)
                 message = _decoded(request)
-                with self._places.taken(kind, call.holder(message)):
+                its = RANKS if method in _RANKS and message.rank_call.number else kind
+                with call.takes(its, message):
                     return serve(message, call)
             except (Refused, StatusError) as error:
                 self._fail(method, context, error)
@@ -257,7 +266,7 @@ class Gate(grpc.ServerInterceptor):
             try:
                 call = self._admit(method, context)
                 message = _decoded(request)
-                with self._places.taken(STREAMS, call.holder(message)):
+                with call.takes(STREAMS, message):
                     yield from serve(message, call)
             except (Refused, StatusError) as error:
                 self._fail(method, context, error)
@@ -290,7 +299,7 @@ class Gate(grpc.ServerInterceptor):
             )
         if self._identity.needs_token and peer.identified is None:
             self._identify(peer, context)
-        call = Call(peer=peer, context=context)
+        call = Call(peer=peer, context=context, places=self._places)
         with self._lock:
             self._under_way += 1
         if not context.add_callback(self._end):

@@ -10,6 +10,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from memd.refusal import Refused, StatusCode
+from memd_native import RANKS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -37,6 +38,17 @@ STEPS = Kind(
     caller_max=16,
     advice="wait for one to be committed",
 )
+# The call that carries such a call out waits for the commit as one step, and has a place of STEPS
+# then.
+RANKS = Kind(
+    what="calls of ranks",  # until the last rank has made its own
+    all_max=256,
+    user_max=192,
+    # Those of all ranks, and of each one that it repeats before the daemon knows that it is lost.
+    job_max=2 * RANKS_MAX,
+    caller_max=8,
+    advice="wait for one to be answered",
+)
 STREAMS = Kind(
     what="streams",  # of tensor bytes, as fast as their clients are; checks; reflection
     all_max=32,
@@ -53,7 +65,7 @@ SHORT_CALLS = Kind(  # everything else
     caller_max=24,
     advice="make fewer at once",
 )
-KINDS = (STEPS, STREAMS, SHORT_CALLS)
+KINDS = (STEPS, RANKS, STREAMS, SHORT_CALLS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from memd.peers import Session
 from memd.refusal import Refused, StatusCode
 from memd.service import access, wire
 from memd.service.declarations import Declarations
+from memd.service.places import STEPS
 from memd.service.ranks import RankCall, RankCalls, merged_step
 from memd.users import by_whom
 from memd_native import PROTOCOL_VERSION, RANKS_MAX, StatusError
@@ -202,7 +203,9 @@ class SessionService:
             others = [
                 (each.session_id, each.request.call) for rank, each in calls.items() if rank > 0
             ]
-            return self._step(merged_step(calls, names), others, call)
+            merged = merged_step(calls, names)
+            with call.takes(STEPS, request):
+                return self._step(merged, others, call)
 
         report: StepReport
         if request.rank_call.number:

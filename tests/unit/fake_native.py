@@ -107,6 +107,13 @@ class SessionGrant:
             os.close(fd)
 
 
+@dataclass(frozen=True)
+class RanksReport:
+    start: int
+    names: list[str]
+    sessions: list[int]
+
+
 @dataclass
 class StepReport:
     committed_step: int
@@ -336,6 +343,8 @@ class FakeServer:
         self.leases_begun = 0
         self.leases_ended = 0
         self.before_sync: Callable[[], object] = lambda: None
+        self.before_step: Callable[[], object] = lambda: None
+        self.rank_sessions: dict[int, list[int]] = {}  # job → session of each rank
         self.expected: list[tuple[AdamSettings, list[int]]] = []
         self.moments: dict[int, tuple[bytearray, bytearray, bytearray]] = {}
         if progress is not None:
@@ -470,6 +479,7 @@ class FakeServer:
         timeout_s: float,
     ) -> StepReport:
         del step, call, other_ranks
+        self.before_step()
         job = self._job(session_id)
         job.info.committed_step += 1
         return StepReport(
@@ -477,6 +487,18 @@ class FakeServer:
             written_bytes=sum(len(ids) for _, ids in groups),
             disk_error=self.disk_error,
         )
+
+    def ranks(self, session_id: int) -> RanksReport:
+        with self._lock:
+            sessions = list(self.rank_sessions[self._sessions[session_id]])
+        return RanksReport(1, [f"rank {rank}" for rank in range(len(sessions))], sessions)
+
+    def end_gradients(self, session_id: int) -> None:
+        self._job(session_id)
+
+    def gradients_of_other_ranks(self, session_id: int) -> list[int]:
+        self._job(session_id)
+        return []
 
     def expect_step(
         self, session_id: int, groups: Sequence[tuple[AdamSettings, Sequence[int]]]

@@ -25,10 +25,10 @@ from memd.refusal import Refused, StatusCode
 from memd.service import access, declarations, wire
 from memd.service.call import FIELDS_MAX, holds_more_fields
 from memd.service.control import SERVICES, ControlServer
-from memd.service.places import SHORT_CALLS, STEPS, STREAMS
+from memd.service.places import RANKS, SHORT_CALLS, STEPS, STREAMS
 from memd.service.tensor import CHUNK_BYTES
 from memd.users import user_name
-from memd_native import PROTOCOL_VERSION
+from memd_native import PROTOCOL_VERSION, RANKS_MAX
 from memd_proto.v1 import (
     check_pb2,
     check_pb2_grpc,
@@ -957,6 +957,52 @@ def test_steps_that_wait_for_the_disk_keep_nobody_from_status(service: Service) 
     for sync in syncs:
         sync.result()
     wait_until(lambda: service.control.gate.places_taken(STEPS) == 0)
+
+
+def ranks_of(service: Service, *, uid: int, job: str) -> list[tuple[Caller, int]]:
+    """As many as a job may have, each with its session."""
+    callers = [service.caller(uid=uid) for _ in range(RANKS_MAX)]
+    answers = [caller.attach(job=job) for caller in callers]
+    sessions = [answer.session_id for answer in answers]
+    service.server.rank_sessions[answers[0].job_id] = sessions
+    return list(zip(callers, sessions, strict=True))
+
+
+def test_ranks_that_wait_for_each_other_take_no_place_of_steps(service: Service) -> None:
+    jobs = [ranks_of(service, uid=OTHER_UID, job=f"of-{job}") for job in range(4)]
+    late = [job.pop() for job in jobs]
+
+    def ended(caller: Caller, session_id: int) -> Any:
+        request = session_pb2.EndGradientsRequest(
+            session_id=session_id, rank_call=session_pb2.RankCall(number=1)
+        )
+        metadata = (("memd-token", caller.peer.token),)
+        return caller.sessions.EndGradients.future(request, timeout=TIMEOUT_S, metadata=metadata)
+
+    calls = [ended(*rank) for job in jobs for rank in job]
+    wait_until(lambda: service.control.gate.places_taken(RANKS) == len(calls))
+    assert len(calls) > STEPS.user_max
+    assert not service.control.gate.places_taken(STEPS)
+    (sync,) = open_syncs(service.caller(uid=OTHER_UID), 1, job="alone")
+    sync.result()
+    for call in [*calls, *[ended(*rank) for rank in late]]:
+        assert not call.result().shard_ids
+
+
+def test_a_step_of_ranks_is_one_step(service: Service) -> None:
+    ranks = ranks_of(service, uid=OTHER_UID, job="of-ranks")
+    taken: list[int] = []
+    service.server.before_step = lambda: taken.append(service.control.gate.places_taken(STEPS))
+    calls = []
+    for caller, session_id in ranks:
+        request = session_pb2.StepRequest(
+            session_id=session_id, step=1, rank_call=session_pb2.RankCall(number=1)
+        )
+        metadata = (("memd-token", caller.peer.token),)
+        calls.append(caller.sessions.Step.future(request, timeout=TIMEOUT_S, metadata=metadata))
+    assert {call.result().committed_step for call in calls} == {1}
+    assert taken == [1]
+    wait_until(lambda: not service.control.gate.places_taken(STEPS))
 
 
 def test_reflection_that_is_left_open_holds_few_threads(service: Service) -> None:
