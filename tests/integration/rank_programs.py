@@ -151,7 +151,7 @@ def bits(address: str) -> dict[str, Any]:
             references = [Reference(copy.deepcopy(model), clip)]
             if distributed.get_world_size() == 2:
                 references.append(WithTorch(copy.deepcopy(model), clip))
-            job = f"{made.__name__}-{clip}"
+            job = f"{made.__name__}-{clip}-{distributed.get_world_size()}"
             with memd_client.connect(address, job=job, **QUOTAS) as session:
                 found[job] = _differences(model, session, references, clip)
     return found
