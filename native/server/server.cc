@@ -78,9 +78,14 @@ Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
   // A stopped job that no catalogue named goes without being asked to.
   refill_pool();
   const auto gone_back =
-      thread_->ask<Nothing>(kDrainS, "jobs that go back to snapshots", [this](const auto& reply) {
-        store().returns_to_snapshots().when_ended([reply] { reply(Nothing{}); });
-      });
+      thread_->ask<Nothing>(kDrainS,
+                            "a job that goes back to a snapshot",
+                            [this, name = request.name](const auto& reply) {
+                              const auto held = store().reports().find_job(name);
+                              if (!held.is_ok()) return reply(Nothing{});
+                              store().returns_to_snapshots().when_ended(
+                                  held.value().job_id, [reply] { reply(Nothing{}); });
+                            });
   if (!gone_back.is_ok()) return gone_back.status();
   auto job =
       thread_->ask_for_more<JobInfo>(kAnswerS, "opening a job", [this, request](const auto& reply) {

@@ -43,6 +43,7 @@ ShardSpec weight(const std::string& name, uint64_t elements) {
 /// What a device does not answer, and what was seen of it.
 struct Stalls {
   std::atomic<bool> all{false};            // for as long as it is set
+  std::atomic<bool> writes{false};         // the same of writes
   uint64_t reads_answered = ~uint64_t{0};  // those that come after are never answered
   uint64_t read_count = 0;
   uint64_t read_offset_bytes = 0;  // of the one that is not answered
@@ -70,7 +71,8 @@ class StallingQueue final : public IoQueue {
       never_.push_back(std::move(request));
       return;
     }
-    stalls_->all ? held_.push_back(std::move(request)) : queue_->submit(std::move(request));
+    const bool is_held = stalls_->all || (stalls_->writes && request.kind == IoKind::write);
+    is_held ? held_.push_back(std::move(request)) : queue_->submit(std::move(request));
   }
   size_t reap() override {
     std::unique_lock turn(stalls_->turn, std::try_to_lock);
@@ -78,7 +80,7 @@ class StallingQueue final : public IoQueue {
       stalls_->stands_still = true;
       turn.lock();
     }
-    if (!stalls_->all) {
+    if (!stalls_->all && !stalls_->writes) {
       for (IoRequest& request : std::exchange(held_, {})) queue_->submit(std::move(request));
     }
     return queue_->reap();
@@ -745,6 +747,50 @@ TEST_F(ServerTest, what_was_put_is_there_after_a_restart_and_a_step_in_flight_is
   expect_filled(client, shard, 7);
   expect_filled(client, parameter, 0);
   EXPECT_EQ(server_->shards(job.value().job_id).value().at(parameter).generation, 1u);
+}
+
+TEST_F(ServerTest,
+       a_job_that_goes_back_to_a_snapshot_is_waited_for_and_keeps_no_other_one_waiting) {
+  start();
+  {
+    const Client client = attach(open("host"));
+    ShardSpec spec = weight("w", 100'000);
+    spec.tier = Tier::host;
+    const uint32_t parameter = declare(client, spec);
+    fill(client, parameter, 0);
+    const auto step = [&] {
+      fill(client, parameter, 0, Part::gradient);
+      StepRequest request;
+      request.session_id = client.session_id;
+      request.groups = {{.settings = {}, .shard_ids = {parameter}}};
+      EXPECT_TRUE(server_->step(request, {}, 20).is_ok());
+    };
+    step();
+    const auto job = server_->find_job("host");
+    ASSERT_TRUE(job.is_ok());
+    const auto made =
+        server_->snapshots().create({.job_id = job.value().job_id, .name = "kept"}, 20);
+    ASSERT_TRUE(made.is_ok()) << made.status().message();
+    step();
+    EXPECT_TRUE(server_->stop(20).is_ok());
+  }
+  server_.reset();
+  stalls_->writes = true;
+  start();
+  std::atomic<bool> is_open{false};
+  std::thread opening([&] {
+    open("host");
+    is_open = true;
+  });
+  const auto other =
+      server_->open_job({.name = "other", .uid = 1, .host_bytes = kJobBytes, .nvme_bytes = 8_MiB});
+  EXPECT_TRUE(other.is_ok()) << other.status().message();
+  EXPECT_FALSE(is_open) << "it goes back";
+  stalls_->writes = false;
+  opening.join();
+  const auto job = server_->find_job("host");
+  ASSERT_TRUE(job.is_ok());
+  EXPECT_EQ(job.value().committed_step, 1U);
 }
 
 TEST_F(ServerTest, starting_over_gets_its_memory_back_first_and_another_job_keeps_its_own) {

@@ -30,13 +30,12 @@ std::string ReturnsToSnapshots::begin(uint64_t job_id) {
 
 void ReturnsToSnapshots::end(uint64_t job_id) {
   job_ids_.erase(job_id);
-  if (!job_ids_.empty()) return;
-  for (const auto& then : std::exchange(waiting_, {})) then();
+  while (auto waiting = waiting_.extract(job_id)) waiting.mapped()();
 }
 
-void ReturnsToSnapshots::when_ended(std::function<void()> then) {
-  if (job_ids_.empty()) return then();
-  waiting_.push_back(std::move(then));
+void ReturnsToSnapshots::when_ended(uint64_t job_id, std::function<void()> then) {
+  if (!job_ids_.contains(job_id)) return then();
+  waiting_.emplace(job_id, std::move(then));
 }
 
 }  // namespace memd

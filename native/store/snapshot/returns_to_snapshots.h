@@ -3,9 +3,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <set>
 #include <string>
-#include <vector>
 
 #include "store/job/store_parts.h"
 #include "store/snapshot/job_snapshots.h"
@@ -24,8 +24,8 @@ class ReturnsToSnapshots {
 
   /// Begins the job's return, if it has to make one. Returns a sentence for the log, or nothing.
   std::string begin(uint64_t job_id);
-  /// Calls `then` when no return is under way: at once if there is none.
-  void when_ended(std::function<void()> then);
+  /// Calls `then` when no return of the job is under way: at once if there is none.
+  void when_ended(uint64_t job_id, std::function<void()> then);
 
  private:
   void end(uint64_t job_id);
@@ -34,7 +34,7 @@ class ReturnsToSnapshots {
   const Snapshots& snapshots_;
   JobSnapshots& operations_;
   std::set<uint64_t> job_ids_;
-  std::vector<std::function<void()>> waiting_;
+  std::multimap<uint64_t, std::function<void()>> waiting_;  // by job
 };
 
 }  // namespace memd

@@ -41,9 +41,11 @@ Runner::Runner(IoQueue& io, int wake_fd, VolumeSet set)
     workers_.reap();
     return Status::ok();
   });
-  bool has_gone_back = false;
-  store_->returns_to_snapshots().when_ended([&] { has_gone_back = true; });
-  until("jobs to go back to their snapshots", [&] { return has_gone_back; });
+  for (const JobInfo& job : store_->reports().jobs()) {
+    bool has_gone_back = false;
+    store_->returns_to_snapshots().when_ended(job.job_id, [&] { has_gone_back = true; });
+    until("a job to go back to its snapshot", [&] { return has_gone_back; });
+  }
 }
 
 Runner::~Runner() {
