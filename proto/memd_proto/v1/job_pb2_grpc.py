@@ -138,7 +138,7 @@ class JobServiceServicer(object):
 
     def ReadSnapshot(self, request, context):
         """The snapshot's bytes, for an export: first its shards, then pieces, read below all other I/O and verified. One reading of a
-        job and four of a user at a time: FAILED_PRECONDITION, RESOURCE_EXHAUSTED. The snapshot is not dropped meanwhile; if its job
+        job and four of an owner at a time: FAILED_PRECONDITION, RESOURCE_EXHAUSTED. The snapshot is not dropped meanwhile; if its job
         is, ABORTED. DATA_LOSS names the shard that is damaged. It ends when the call is cancelled, and needs no deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
