@@ -67,8 +67,9 @@ def run(
 
 
 def of_torchrun(daemon: Daemon, name: str, **environ: str) -> list[Any]:
-    """What each of two ranks prints that torchrun starts, and starts again once."""
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    """What each of two ranks prints that torchrun starts, and starts again."""
+    # On a busy machine gloo's own connection was refused after a restart: torchrun tries again.
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3")
     ended = subprocess.run(
         [sys.executable, "-m", *launcher, "-m", PROGRAMS, name, daemon.address, "-"],
         env={**os.environ, **environ},
