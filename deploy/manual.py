@@ -112,7 +112,7 @@ def _entries(records: list[tuple[str, str]]) -> Iterator[str]:
 
 
 def _marked(text: str) -> str:
-    """What stands in backquotes is bold."""
+    """Makes text in backquotes bold."""
     pieces = re.split(r"`([^`]*)`", text)
     shown = [rf"\fB{_roff(each)}\fR" if odd % 2 else _roff(each) for odd, each in enumerate(pieces)]
     joined = "".join(shown)

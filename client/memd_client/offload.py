@@ -69,7 +69,7 @@ def offload(
     `param.grad` is the gradient in memd. Buffers stay in this process; persistent ones are part of
     every commit.
 
-    Where several ranks train the job, all of them call it together with the same model. They lease
+    If several ranks train the job, all of them call it together with the same model. They lease
     the same memory, first values are rank 0's, and gradients are averaged as by
     DistributedDataParallel, which the module must not be wrapped in. Each forward begins
     with rank 0's buffers.

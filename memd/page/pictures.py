@@ -63,7 +63,7 @@ def legend(parts: Sequence[Part]) -> str:
 
 def line(points: Sequence[tuple[float, float]], *, label: str, shown: str, color: str) -> str:
     """A line over the time of its points, from 0 up to their largest, and the last value in words.
-    Of fewer than two points there is no line yet."""
+    Draws no line through fewer than two points."""
     width, height = 240, 36
     drawn = ""
     if len(points) > 1:

@@ -41,7 +41,7 @@ class Transformer(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Of each kind one, with batch norms; returns the loss of a batch of images."""
+    """One convolution of each kind, with batch norms; returns the loss of a batch of images."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -73,6 +73,7 @@ class _Order:
 def install(publish: Callable[[int], None], observe: Callable[[int], None]) -> None:
     """`publish` what the calling thread knows under a key, and let it `observe` what others did."""
     order = _Order(publish, observe)
+    # mypy has these down as functions and classes that nobody replaces.
     threading.Lock = order.lock  # type: ignore[assignment]
     threading.RLock = order.rlock  # type: ignore[assignment]
     queue.SimpleQueue = queue._PySimpleQueue  # type: ignore[attr-defined,misc]

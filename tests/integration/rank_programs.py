@@ -382,7 +382,7 @@ class Unordered(nn.Module):
 
 
 def orders(address: str) -> dict[str, Any]:
-    """What ranks do with layers in different orders, each with its error or values."""
+    """Ranks order their layers differently: returns the error or the values of each call."""
     rank = distributed.get_rank()
     model = Unordered()
     with memd_client.connect(address, job="orders", **QUOTAS) as session:

@@ -1,4 +1,4 @@
-// What each thread of the host knows of the devices.
+// The state of a host thread: its clock over the work of the devices.
 #pragma once
 
 #include <c10/util/ThreadLocalDebugInfo.h>

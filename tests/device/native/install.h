@@ -1,4 +1,4 @@
-// What makes torch know the devices. Each once in a process.
+// Registers the devices with torch. Call each function once in a process.
 #pragma once
 
 #include <torch/library.h>
@@ -6,7 +6,7 @@
 namespace sim {
 
 void install_devices();
-/// What has a kernel of its own, then what is queued as the CPU's kernel.
+/// Registers operators with kernels of their own first, then those that queue the CPU's kernel.
 void install_tensors(torch::Library& library);
 void install_copies(torch::Library& library);
 void install_kernels(torch::Library& library);

@@ -117,7 +117,7 @@ void Machine::forget(const char* begin, const char* end) {
   accesses_.forget(begin, end);
 }
 
-// What is queued next comes after all that the calling thread knows.
+// Work that is queued next comes after all work that the calling thread knows to be over.
 void Machine::follow_host(Actor stream) {
   const auto& host = this_host_thread();
   known_[stream].join(host.clock);

@@ -1,4 +1,4 @@
-// What an actor of the simulation knows to be over.
+// A vector clock: which work of each actor is over, as far as this actor knows.
 #pragma once
 
 #include <algorithm>
