@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 import click
 from rich.console import Console
 
+from memd.demo.large_blocks import unmap_large_blocks
 from memd.demo.quantities import CountParameter, FractionParameter, SizeParameter
 from memd.demo.settings import DemoSettings, DTypeName
 
@@ -137,6 +138,7 @@ def refuse_without_torch(command_name: str) -> None:
 
 
 def _run(settings: DemoSettings, console: Console) -> "Outcome":
+    unmap_large_blocks()
     from memd.demo.plan import DemoError
     from memd.demo.run import run_demo
     from memd.demo.text import TextError

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import threading
 import time
@@ -25,6 +26,7 @@ from typing import Any
 from demo_training import add_arguments, child_command
 from machine import describe_machine
 from memd.bench.figures import Figure
+from memd.demo.large_blocks import SETTINGS
 from memd.demo.memory import anonymous_bytes, child_process_ids
 from report import write_report
 
@@ -70,7 +72,8 @@ def sample(process_id: int, measured: Measured, stop: threading.Event) -> None:
 
 def measure(command: list[str]) -> Measured:
     measured, stop = Measured(), threading.Event()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    environ = {**os.environ, **SETTINGS}  # as `memd demo` sets for itself
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
         sampler = threading.Thread(target=sample, args=(process.pid, measured, stop))
         sampler.start()
         try:
