@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -16,6 +15,7 @@ from memd_client.base.sizes import parse_size
 from memd_client.connection.attach import AttachConnection
 from memd_client.connection.control import Control
 from memd_client.connection.embedded import embedded_daemon
+from memd_client.connection.launcher import refuse_others, warn_of_kept_store
 from memd_client.connection.reattach import Reattach, ReattachingControl, reattach_seconds
 from memd_client.core.job import Job
 from memd_client.core.leases import Leases
@@ -210,8 +210,10 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if rank is None:
         rank = torch.distributed.get_rank() if distributed else 0
+    if world_size is None and not distributed:
+        refuse_others()
     if world_size is None:
-        world_size = torch.distributed.get_world_size() if distributed else _alone()
+        world_size = torch.distributed.get_world_size() if distributed else 1
     if not 0 <= rank < world_size:
         raise InvalidArgument(
             f"rank is from 0 to world_size - 1: rank {rank}, world_size {world_size}"
@@ -236,6 +238,7 @@ def _ranks(rank: int, world_size: int) -> Ranks:
     """All ranks call it."""
     if world_size == 1:
         return Ranks()
+    warn_of_kept_store()
     return Ranks(rank, world_size, torch.distributed.new_group(backend="gloo"))
 
 
@@ -247,23 +250,6 @@ def _refuse_for_ranks(where: UnixAddress | EmbeddedAddress, *, shared_memory: bo
         )
     if not shared_memory:
         raise NotYet("several ranks without shared memory come in a later version")
-
-
-def _alone() -> int:
-    """The world size of a process without a process group.
-
-    Raises:
-        InvalidArgument: its launcher has started others, each of which would train a job of one
-            rank on its own share of the data.
-    """
-    started = os.environ.get("WORLD_SIZE", "")
-    if started.isdecimal() and int(started) > 1:
-        raise InvalidArgument(
-            f"WORLD_SIZE is {started}, and no process group says who averages gradients; call "
-            "torch.distributed.init_process_group() before connect(), or pass world_size=1 if this "
-            "process works alone"
-        )
-    return 1
 
 
 def _data_plane(

@@ -9,11 +9,13 @@ Prints what it found as one line of JSON.
 from __future__ import annotations
 
 import copy
+import faulthandler
 import json
 import os
 import signal
 import sys
 import time
+import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 STEPS = 5
+# A rank that hangs says where and ends, before the test's patience does.
+HANG_S = 90
 QUOTAS: dict[str, Any] = {"host_bytes": "48MiB", "nvme_bytes": "64MiB"}
 
 
@@ -313,7 +317,10 @@ def refusals(address: str) -> dict[str, Any]:
     refuse("embedded", lambda: memd_client.connect("embedded:", job="x"))
     refuse("settings", lambda: memd_client.connect(address, job=f"of-{rank}"))
     refuse("world", lambda: memd_client.connect(address, job="x", world_size=5))
-    with memd_client.connect(address, job="refused", **QUOTAS) as session:
+    with warnings.catch_warnings(record=True) as caught:
+        session = memd_client.connect(address, job="refused", **QUOTAS)
+    found["store"] = "; ".join(str(each.message) for each in caught)
+    with session:
         refuse("models", lambda: memd_client.offload(nn.Linear(4, 4 + rank), session))
         refuse("init", lambda: memd_client.init(session).__enter__())
         model = memd_client.offload(nn.Linear(4, 4), session)
@@ -419,6 +426,7 @@ def _error(call: Callable[[], Any]) -> str:
 def main() -> None:
     name, address, meeting = sys.argv[1:]
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(HANG_S, exit=True)
     distributed.init_process_group(
         "gloo",
         init_method="env://" if meeting == "-" else f"file://{meeting}",

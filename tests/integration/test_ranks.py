@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 240
 PROGRAMS = "tests.integration.rank_programs"
+# A start of torchrun's ranks meets in a store of its own: `memd_client/connection/launcher.py`.
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def daemon() -> Iterator[Daemon]:
+    """With room for four jobs."""
     with running_daemon(host="384MiB", nvme="768MiB") as running:
         yield running
 
@@ -58,7 +61,8 @@ def run(
             if process.poll() is None:
                 process.kill()
                 process.communicate()
-    for rank, (process, (_, errors)) in enumerate(zip(processes, answers, strict=True)):
+    errors = "".join(f"rank {rank}:\n{written}" for rank, (_, written) in enumerate(answers))
+    for rank, process in enumerate(processes):
         assert process.returncode == (-9 if rank == killed else 0), errors
     return [
         json.loads(output.splitlines()[-1]) if rank != killed else None
@@ -67,19 +71,22 @@ def run(
 
 
 def of_torchrun(daemon: Daemon, name: str, **environ: str) -> list[Any]:
-    """What each of two ranks prints that torchrun starts, and starts again."""
-    # On a busy machine gloo's own connection was refused after a restart: torchrun tries again.
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3")
-    ended = subprocess.run(
+    """What each of two ranks prints that torchrun starts, and starts again once."""
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    process = subprocess.Popen(
         [sys.executable, "-m", *launcher, "-m", PROGRAMS, name, daemon.address, "-"],
-        env={**os.environ, **environ},
-        capture_output=True,
+        env={**os.environ, OWN_STORE: "1", **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=TIMEOUT_S,
     )
-    assert ended.returncode == 0, ended.stderr
-    printed = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    try:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks
+        output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    printed = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return sorted((each for each in printed if "error" not in each), key=lambda each: each["rank"])
 
 
@@ -201,8 +208,13 @@ def test_what_ranks_may_not_do_is_one_sentence_on_each(daemon: Daemon, tmp_path:
         "scaler": "NotYet: a GradScaler with several ranks",
         "rates": "values of lr differ: 0.1 on rank 0, 0.2 on rank 1 of 2",
         "step": "1",
+        "store": f"{OWN_STORE}=1",
     }
-    for rank, found in enumerate(run(daemon, tmp_path, "refusals", world_size=2)):
+    torchrun: dict[str, Any] = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_MAX_RESTARTS": "1",
+    }
+    for rank, found in enumerate(run(daemon, tmp_path, "refusals", world_size=2, **torchrun)):
         assert {name: found[name] for name in words if words[name] not in found[name]} == {}
         if rank:
             assert "rank 1 cannot write 'weight'" in found["write"]

@@ -33,8 +33,8 @@ CLIENT_PACKAGES = {
         "checksum",
     ),
     "connection": (
-        *("shard", "calls", "retry", "attach", "temporary_folders", "embedded", "control"),
-        *("snapshot_reading", "reattach"),
+        *("shard", "launcher", "calls", "retry", "attach", "temporary_folders", "embedded"),
+        *("control", "snapshot_reading", "reattach"),
     ),
     "core": (
         *("backward", "ranks", "rank_gradients", "gradient_order", "leases", "tensor_streams"),
