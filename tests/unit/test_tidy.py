@@ -203,13 +203,36 @@ def test_places_that_owe_bytes_are_those_of_the_table() -> None:
     assert table == used
 
 
+def headers_and_sources() -> Iterator[tuple[Path, Path]]:
+    """But for those of the binding, which need Python's and nanobind's headers: the build compiles
+    them."""
+    for header in native_files(".h"):
+        if header.parent.name != "bind":
+            yield header, header.with_suffix(".cc")
+
+
+def test_sources_include_their_own_header_first_so_that_the_build_compiles_it_alone() -> None:
+    def includes_first(source: Path) -> str:
+        found = re.search(r'^#include [<"]([^>"]+)', source.read_text(), re.MULTILINE)
+        return found[1] if found else ""
+
+    later = [
+        source.relative_to(ROOT).as_posix()
+        for header, source in headers_and_sources()
+        if source.exists() and includes_first(source) != header.relative_to(NATIVE).as_posix()
+    ]
+    assert not later
+
+
+@pytest.mark.more
 def test_every_native_header_compiles_alone() -> None:
+    """Those without a source of their name."""
+
     def compile_alone(header: Path) -> str:
         command = ["g++", "-std=c++20", "-fsyntax-only", f"-I{NATIVE}", "-x", "c++", str(header)]
         return subprocess.run(command, capture_output=True, text=True, check=False).stderr
 
-    # Those of the binding need Python's and nanobind's headers; the build compiles them.
-    headers = [path for path in native_files(".h") if path.parent.name != "bind"]
+    headers = [header for header, source in headers_and_sources() if not source.exists()]
     assert headers
     with ThreadPoolExecutor(2) as pool:
         errors = [
