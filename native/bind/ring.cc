@@ -62,7 +62,7 @@ struct HeldLease {
 };
 
 /// Descriptors of the arena's segments from an index on.
-using MoreSegments = nb::typed<nb::callable, std::vector<int>(uint64_t)>;
+using SegmentsCallback = nb::typed<nb::callable, std::vector<int>(uint64_t)>;
 
 StallPlace stall_place(uint8_t phase, uint32_t group) {
   if (phase >= kStallPhaseCount) throw nb::value_error("unknown phase");
@@ -205,13 +205,38 @@ nb::object take_written(const std::shared_ptr<ClientSession>& session,
   return tensor_over(session, *bytes, static_cast<DType>(dtype), shape, true);
 }
 
+/// `lease` lives as long as the storage of the tensor that is returned.
+nb::object arena_view(ClientSession& session,
+                      const nb::object& lease,
+                      uintptr_t address,
+                      uint8_t dtype,
+                      const std::vector<size_t>& shape) {
+  size_t length_bytes = dtype_bytes(static_cast<DType>(dtype));
+  for (const size_t size : shape) length_bytes *= size;
+  const auto place =
+      session.reads().place(reinterpret_cast<const std::byte*>(address), length_bytes);
+  if (!place || !session.arena().has(*place, length_bytes)) {
+    raise(error(StatusCode::invalid_argument,
+                "these are no bytes of a living lease of this session: ",
+                length_bytes));
+  }
+  const nb::ndarray<> bytes(session.arena().base() + *place,
+                            shape.size(),
+                            shape.data(),
+                            lease,
+                            nullptr,
+                            dlpack_dtype(static_cast<DType>(dtype)),
+                            nb::device::cpu::value);
+  return nb::object(nb::module_::import_("torch._C").attr("_from_dlpack"))(nb::cast(bytes));
+}
+
 std::shared_ptr<ClientSession> connect(int session_fd,
                                        int table_fd,
                                        int doorbell_fd,
                                        int connection_fd,
                                        uint64_t segment_bytes,
                                        uint64_t arena_reserved_bytes,
-                                       MoreSegments more_segments) {
+                                       SegmentsCallback more_segments) {
   ClientSessionOptions options;
   options.session = OwnedFd(session_fd);
   options.table = OwnedFd(table_fd);
@@ -431,6 +456,28 @@ void bind_writes(nb::class_<ClientSession>& session) {
           "Whether a living lease for reading, at this address, was written.");
 }
 
+/// The mapping that a device's driver may register: leases for reading are no part of it.
+void bind_arena(nb::class_<ClientSession>& session) {
+  session
+      .def_prop_ro(
+          "arena_address",
+          [](const ClientSession& self) {
+            return reinterpret_cast<uintptr_t>(self.arena().base());
+          },
+          "The arena's segments are mapped from here on, back to back, as long as this object "
+          "lives.")
+      .def_prop_ro("segment_bytes",
+                   [](const ClientSession& self) { return self.arena().segment_bytes(); })
+      .def("arena_view",
+           &arena_view,
+           "lease"_a,
+           "address"_a,
+           "dtype"_a,
+           "shape"_a,
+           "A torch tensor over the arena's own bytes of `lease` or a part of it, which begins at "
+           "`address`. It keeps the lease.");
+}
+
 /// Which step and which daemon it follows, and its end.
 void bind_connection(nb::class_<ClientSession>& session) {
   session
@@ -473,6 +520,7 @@ void bind_ring(nb::module_& module) {
       "when they die there.");
   bind_leases(session);
   bind_writes(session);
+  bind_arena(session);
   bind_connection(session);
 }
 

@@ -3,8 +3,6 @@
 #include <linux/futex.h>
 #include <poll.h>
 #include <sched.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -76,35 +74,22 @@ Result<std::shared_ptr<ClientSession>> ClientSession::create(ClientSessionOption
                  header->protocol_version,
                  " there");
   }
-  if (options.segment_bytes == 0 || options.arena_reserved_bytes % options.segment_bytes != 0) {
-    return error(StatusCode::invalid_argument, "the arena is not whole segments");
-  }
-  void* base = mmap(nullptr,
-                    options.arena_reserved_bytes,
-                    PROT_NONE,
-                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-                    -1,
-                    0);
-  if (base == MAP_FAILED) {
-    return device_error(errno,
-                        concat("reserving ", options.arena_reserved_bytes, " bytes of addresses"));
-  }
-  auto views = ReadViews::reserve(static_cast<std::byte*>(base), options.arena_reserved_bytes);
-  if (!views.is_ok()) {
-    munmap(base, options.arena_reserved_bytes);
-    return views.status();
-  }
+  auto arena = MappedArena::reserve(
+      options.arena_reserved_bytes, options.segment_bytes, std::move(options.more_segments));
+  if (!arena.is_ok()) return arena.status();
+  auto views = ReadViews::reserve(arena.value()->base(), options.arena_reserved_bytes);
+  if (!views.is_ok()) return views.status();
   return std::shared_ptr<ClientSession>(new ClientSession(std::move(memory).value(),
                                                           std::move(table).value(),
                                                           std::move(options),
-                                                          static_cast<std::byte*>(base),
+                                                          std::move(arena).value(),
                                                           std::move(views).value()));
 }
 
 ClientSession::ClientSession(SharedMemory memory,
                              SharedMemory table,
                              ClientSessionOptions options,
-                             std::byte* base,
+                             std::unique_ptr<MappedArena> arena,
                              std::unique_ptr<ReadViews> views)
     : memory_(std::move(memory)),
       table_(std::move(table)),
@@ -112,16 +97,12 @@ ClientSession::ClientSession(SharedMemory memory,
       rows_(reinterpret_cast<const TableLayout*>(table_.data())),
       doorbell_(std::move(options.doorbell)),
       connection_(std::move(options.connection)),
-      segment_bytes_(options.segment_bytes),
-      reserved_bytes_(options.arena_reserved_bytes),
-      more_segments_(std::move(options.more_segments)),
-      base_(base),
+      arena_(std::move(arena)),
       reads_(std::move(views), forks_),
       held_(no_pins(), &std::free),
       stalls_(layout_->header.stalls, forks_) {}
 
 ClientSession::~ClientSession() {
-  munmap(base_, reserved_bytes_);
   if (!forks_.is_in_child()) return;
   memory_.forget();
   table_.forget();
@@ -309,41 +290,6 @@ void ClientSession::give_back_untold_pins() {
   }
 }
 
-Status ClientSession::map_segments_up_to(uint64_t end_bytes) {
-  if (end_bytes <= mapped_bytes_.load(std::memory_order_acquire)) return Status::ok();
-  const std::lock_guard lock(segments_mutex_);
-  while (mapped_bytes_.load(std::memory_order_relaxed) < end_bytes) {
-    const uint64_t mapped = mapped_bytes_.load(std::memory_order_relaxed);
-    auto segments = more_segments_(mapped / segment_bytes_);
-    if (!segments.is_ok()) return segments.status();
-    if (segments.value().empty()) {
-      return error(
-          StatusCode::unavailable, "the daemon sent no segment for a lease at ", end_bytes);
-    }
-    uint64_t offset = mapped;
-    for (const OwnedFd& fd : segments.value()) {
-      struct stat file{};
-      if (offset + segment_bytes_ > reserved_bytes_ || fstat(fd.get(), &file) != 0 ||
-          static_cast<uint64_t>(file.st_size) != segment_bytes_) {
-        return error(StatusCode::invalid_argument, "the daemon sent a segment of another size");
-      }
-      void* at = mmap(base_ + offset,
-                      segment_bytes_,
-                      PROT_READ | PROT_WRITE,
-                      MAP_SHARED | MAP_FIXED,
-                      fd.get(),
-                      0);
-      if (at == MAP_FAILED)
-        return device_error(errno, concat("mapping a segment of ", segment_bytes_));
-      if (Status status = reads_.map_segment(offset, segment_bytes_, fd); !status.is_ok())
-        return status;
-      offset += segment_bytes_;
-    }
-    mapped_bytes_.store(offset, std::memory_order_release);
-  }
-  return Status::ok();
-}
-
 bool ClientSession::begin_resident_lease() noexcept {
   resident_leases_.fetch_add(1, std::memory_order_seq_cst);
   // Ordered after the count: either reconnect(), which is called when it is suspended, waits for
@@ -387,9 +333,7 @@ std::optional<LeasedBytes> ClientSession::lease_resident(uint32_t shard_id) noex
                     .pin = kReaderPin,
                     .shard_id = shard_id};
   leases_held_.fetch_add(1, std::memory_order_relaxed);
-  const uint64_t mapped_bytes = mapped_bytes_.load(std::memory_order_acquire);
-  if (place->length_bytes > mapped_bytes ||
-      place->offset_bytes > mapped_bytes - place->length_bytes) {
+  if (!arena_->has(place->offset_bytes, place->length_bytes)) {
     // A segment has to be mapped first, which waits.
     release(lease);
     return std::nullopt;
@@ -564,13 +508,13 @@ Result<LeasedBytes> ClientSession::finish(const WantedLease& wanted, Asked& aske
   lease_count_.fetch_add(1, std::memory_order_relaxed);
   if (completion.wait_ns == 0) granted_at_once_.fetch_add(1, std::memory_order_relaxed);
   leases_held_.fetch_add(1, std::memory_order_relaxed);
-  LeasedBytes lease{.data = base_ + completion.offset_bytes,
+  LeasedBytes lease{.data = arena_->base() + completion.offset_bytes,
                     .length_bytes = completion.length_bytes,
                     .generation = completion.generation,
                     .pin_index = completion.pin,
                     .pin = asked.waiting.pin,
                     .shard_id = wanted.shard_id};
-  if (Status status = map_segments_up_to(completion.offset_bytes + completion.length_bytes);
+  if (Status status = arena_->map_up_to(completion.offset_bytes + completion.length_bytes, reads_);
       !status.is_ok()) {
     release(lease);
     return status;

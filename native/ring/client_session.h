@@ -5,7 +5,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,6 +18,7 @@
 #include "ring/client_stalls.h"
 #include "ring/fork_watch.h"
 #include "ring/layout.h"
+#include "ring/mapped_arena.h"
 #include "ring/read_leases.h"
 #include "ring/shared_memory.h"
 
@@ -33,9 +33,8 @@ struct ClientSessionOptions {
   OwnedFd connection;
   uint64_t segment_bytes = 0;
   uint64_t arena_reserved_bytes = 0;
-  /// Descriptors of the arena's segments from the given index on; called while a lease waits for
-  /// one that is not mapped.
-  std::function<Result<std::vector<OwnedFd>>(uint64_t first)> more_segments;
+  /// Called while a lease waits for a segment that is not mapped.
+  MoreSegments more_segments;
 };
 
 struct ClientStatistics {
@@ -84,6 +83,8 @@ class ClientSession {
   void release(const LeasedBytes& lease) noexcept;
   /// Leases for reading values, and what was written through them.
   ReadLeases& reads() { return reads_; }
+  /// The mapping that the daemon shares, and that all other leases show.
+  const MappedArena& arena() const { return *arena_; }
   /// By request: leases the slot of a gradient to overwrite it, copies `bytes` there and gives it
   /// back.
   Status overwrite_gradient(const WantedLease& wanted,
@@ -135,7 +136,7 @@ class ClientSession {
   ClientSession(SharedMemory memory,
                 SharedMemory table,
                 ClientSessionOptions options,
-                std::byte* base,
+                std::unique_ptr<MappedArena> arena,
                 std::unique_ptr<ReadViews> views);
   struct Asked {
     Waiting waiting;
@@ -181,7 +182,6 @@ class ClientSession {
   bool begin_resident_lease() noexcept;
   void end_resident_lease() noexcept { resident_leases_.fetch_sub(1, std::memory_order_release); }
   void give_back_untold_pins();
-  Status map_segments_up_to(uint64_t end_bytes);
   void ring_doorbell() noexcept;
 
   SharedMemory memory_;
@@ -191,10 +191,7 @@ class ClientSession {
   OwnedFd doorbell_;
   mutable std::mutex connection_mutex_;
   OwnedFd connection_;
-  uint64_t segment_bytes_;
-  uint64_t reserved_bytes_;
-  std::function<Result<std::vector<OwnedFd>>(uint64_t)> more_segments_;
-  std::byte* base_;
+  std::unique_ptr<MappedArena> arena_;
   ForkWatch forks_;
   ReadLeases reads_;
 
@@ -214,9 +211,6 @@ class ClientSession {
   std::unique_ptr<std::atomic<uint32_t>, decltype(&std::free)> held_;
   // Given up at their deadline: when their completion comes, the pin it carries is given back.
   std::unordered_map<uint64_t, uint32_t> abandoned_;
-
-  std::mutex segments_mutex_;
-  std::atomic<uint64_t> mapped_bytes_{0};
 
   std::atomic<bool> closed_{false};
   std::atomic<uint64_t> after_call_{0};

@@ -41,6 +41,12 @@ class ReadLeases {
     return views_->map_segment(offset_bytes, length_bytes, segment);
   }
 
+  /// See ReadViews::place().
+  std::optional<uint64_t> place(const std::byte* data, uint64_t length_bytes) {
+    if (forks_.is_in_child()) return std::nullopt;
+    return views_->place(data, length_bytes);
+  }
+
   /// The pin is held: gives it its place. False, and it is no view, without memory for that.
   bool begin(uint64_t offset_bytes, LeasedBytes* lease);
   /// Returns false, and the pin stays, if it lives on until take_written().

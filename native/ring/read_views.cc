@@ -110,6 +110,27 @@ std::byte* ReadViews::begin(uint64_t offset_bytes, uint64_t length_bytes) {
   return copy(offset_bytes, length_bytes);
 }
 
+std::optional<uint64_t> ReadViews::place(const std::byte* data, uint64_t length_bytes) {
+  const auto inside = [&](const std::byte* begin, uint64_t bytes) {
+    return data >= begin && length_bytes <= bytes &&
+           static_cast<uint64_t>(data - begin) <= bytes - length_bytes;
+  };
+  if (inside(shared_, reserved_bytes_)) return static_cast<uint64_t>(data - shared_);
+  const std::lock_guard lock(mutex_);
+  if (is_in_mapping(data)) {
+    const auto after = living_.upper_bound(static_cast<uint64_t>(data - base_));
+    if (after == living_.begin()) return std::nullopt;
+    const auto& [offset_bytes, living] = *std::prev(after);
+    if (!inside(base_ + offset_bytes, living.end_bytes - offset_bytes)) return std::nullopt;
+    return static_cast<uint64_t>(data - base_);
+  }
+  const auto after = copies_.upper_bound(data);
+  if (after == copies_.begin()) return std::nullopt;
+  const auto& [begin, copy] = *std::prev(after);
+  if (!inside(begin, copy.length_bytes)) return std::nullopt;
+  return copy.offset_bytes + static_cast<uint64_t>(data - begin);
+}
+
 void ReadViews::note_shown(std::byte* data, uint64_t length_bytes) {
   if (is_in_arena(data)) return;
   const std::lock_guard lock(mutex_);

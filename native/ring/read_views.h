@@ -52,6 +52,9 @@ class ReadViews {
   /// A view of pinned bytes, until end() or end_unless_written(). Null without memory for one of
   /// its own.
   std::byte* begin(uint64_t offset_bytes, uint64_t length_bytes);
+  /// The place in the arena of a part of a living view, or of the arena's own mapping.
+  /// Nothing for other addresses.
+  std::optional<uint64_t> place(const std::byte* data, uint64_t length_bytes);
   /// A living view has these bytes because memd has put them there. From now on it is written if
   /// they change.
   void note_shown(std::byte* data, uint64_t length_bytes);

@@ -61,6 +61,32 @@ TEST_P(ReadViewsTest, a_view_shows_the_arena_and_a_write_stays_in_it) {
   views_->end(view, 64 * kPage);
 }
 
+TEST_P(ReadViewsTest, the_place_of_a_part_of_a_living_view_is_that_of_its_bytes_in_the_arena) {
+  std::byte* large = views_->begin(8 * kPage, 4 * kPage);
+  std::byte* small = views_->begin(20 * kPage + 64, 128);
+  EXPECT_EQ(views_->place(large, 4 * kPage), 8 * kPage);
+  EXPECT_EQ(views_->place(large + 5, kPage), 8 * kPage + 5);
+  EXPECT_EQ(views_->place(small, 128), 20 * kPage + 64);
+  EXPECT_EQ(views_->place(small + 28, 100), 20 * kPage + 92);
+  EXPECT_EQ(views_->place(arena_ + 7, 9), 7u);
+  EXPECT_EQ(views_->place(large + 1, 4 * kPage), std::nullopt) << "beyond its end";
+  EXPECT_EQ(views_->place(small + 29, 100), std::nullopt);
+  EXPECT_EQ(views_->place(arena_ + kSegment - 1, 2), std::nullopt);
+  const std::byte elsewhere{};
+  EXPECT_EQ(views_->place(&elsewhere, 1), std::nullopt);
+  std::byte* hidden = views_->begin(8 * kPage, 4 * kPage);
+  write(large, 9);
+  std::byte* own = views_->begin(8 * kPage, 4 * kPage);
+  EXPECT_NE(own, large) << "its bytes are hidden there";
+  EXPECT_EQ(views_->place(own, 4 * kPage), 8 * kPage);
+  views_->end(own, 4 * kPage);
+  views_->end(hidden, 4 * kPage);
+  views_->end(large, 4 * kPage);
+  views_->end(small, 128);
+  if (large != hidden) return;
+  EXPECT_EQ(views_->place(large, 1), std::nullopt) << "it lives no more";
+}
+
 TEST_P(ReadViewsTest, the_next_view_of_the_place_shows_what_the_arena_has_by_then) {
   std::byte* view = views_->begin(kPage, 2 * kPage);
   write(view, 9);

@@ -205,6 +205,20 @@ class ClientSession:
     def is_written(self, address: int, length_bytes: int) -> bool:
         """Whether a living lease for reading, at this address, was written."""
 
+    @property
+    def arena_address(self) -> int:
+        """
+        The arena's segments are mapped from here on, back to back, as long as this object lives.
+        """
+
+    @property
+    def segment_bytes(self) -> int: ...
+
+    def arena_view(self, lease: object, address: int, dtype: int, shape: Sequence[int]) -> object:
+        """
+        A torch tensor over the arena's own bytes of `lease` or a part of it, which begins at `address`. It keeps the lease.
+        """
+
     def follow(self, call: int) -> None:
         """
         Requests from now on come after the step of this call, whichever of them reaches the daemon first; 0: after none that is on its way.
