@@ -407,6 +407,19 @@ class FakeDaemon:
         """What is asked for ahead is leased by request all the same."""
         self.asked_ahead.append([self.shards[shard_id].spec.name for shard_id in shard_ids])
 
+    @property
+    def arena_address(self) -> int:
+        raise NotImplementedError  # its leases lie in no arena
+
+    @property
+    def segment_bytes(self) -> int:
+        raise NotImplementedError
+
+    def arena_view(
+        self, lease: object, address: int, dtype: int, shape: Sequence[int]
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
     def forget_asked(self) -> bool:
         return False
 

@@ -343,6 +343,7 @@ class Job:
 
     def statistics(self) -> SessionStatistics:
         leases = self._leases.statistics() if self._leases is not None else None
+        registration = self._leases.registration if self._leases is not None else None
         steps = self._steps.totals
         return SessionStatistics(
             job=self._name,
@@ -353,6 +354,8 @@ class Job:
             lease_hits=leases.hits if leases else 0,
             lease_resident_count=leases.resident_count if leases else 0,
             leases_held=leases.leases_held if leases else 0,
+            registered_bytes=registration.registered_bytes if registration else 0,
+            registration_refusals=registration.refused_count if registration else 0,
             lease_wait_seconds=self._steps.lease_wait_seconds
             + (leases.lease_wait_seconds if leases else 0.0),
             lease_wait_reason_seconds=summed(leases.stall_phase_seconds) if leases else {},

@@ -14,6 +14,7 @@ from memd_client.base.stalls import current_phase, module_group
 from memd_client.connection.retry import AtOnce
 from memd_client.core.gradient_order import GradientOrder
 from memd_client.core.ranks import Ranks
+from memd_client.core.registration import ArenaPlane, HostRegistration
 from memd_client.errors import (
     CODE_CAPACITY,
     CODE_DEADLINE,
@@ -75,7 +76,7 @@ class LeaseStatistics(Protocol):
     def leases_held(self) -> int: ...
 
 
-class DataPlane(Protocol):
+class DataPlane(ArenaPlane, Protocol):
     """The part of `memd_native.ClientSession` that leases use."""
 
     def lease_together(
@@ -167,6 +168,7 @@ class Leases:
         self._groups: dict[int, int] = {}  # shard id → the group that its waits are counted under
         self._step: FollowedStep = NoStep()
         self._gradient_order = GradientOrder(plane)
+        self._registration = HostRegistration(plane)
         if self._ranks.are_several:
             self._gradient_order.stop_asking()  # they take a slot in turn
 
@@ -177,6 +179,11 @@ class Leases:
     @property
     def gradient_order(self) -> GradientOrder:
         return self._gradient_order
+
+    @property
+    def registration(self) -> HostRegistration:
+        """For copies between leases and devices."""
+        return self._registration
 
     def expect_backward(self, shard: Shard) -> None:
         """Backward uses a parameter: its first gradient slots may be reserved now, unless a step
@@ -354,6 +361,8 @@ class Leases:
         return self._plane
 
     def close(self) -> None:
+        """Copies to and from devices have ended."""
+        self._registration.close()
         self._plane.close()
 
     def note_stall(self, shard: Shard | None, reason: int, seconds: float) -> None:
