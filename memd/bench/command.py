@@ -1,4 +1,4 @@
-"""`memd bench io`, `adam`, `hash`, `lease` and `train`."""
+"""`memd bench io`, `adam`, `hash`, `lease`, `train` and `device`."""
 
 from __future__ import annotations
 
@@ -356,6 +356,46 @@ def train(
     except (DemoError, TextError, StatusError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     show(figures, as_json=as_json, settings=told, machine=machine)
+
+
+@command.command()
+@click.option(
+    "--size", type=Size(), default="1GiB", show_default=True, help="Copied each way in a run."
+)
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+    default=Path(),
+    help="A folder on a disk, for the volume of a private daemon; here, by default. Removed.",
+)
+@common
+def device(as_json: bool, data: Path, rounds: int, size: int) -> None:
+    """Copies between memd's memory and an accelerator, and of memory that torch has pinned.
+
+    Five times --size and 128 MiB of host memory are used, and what torch pins beside it.
+    """
+    from memd.demo.main import refuse_without_torch
+
+    refuse_without_torch("memd bench device")
+    import torch
+
+    from memd.bench.device import NoDevice, device_figures, find_device
+    from memd_client import MemdError
+
+    machine = describe_machine()
+    try:
+        found = find_device()
+        figures = device_figures(data, found, size=size, rounds=rounds)
+    except (NoDevice, MemdError, torch.OutOfMemoryError) as error:
+        raise click.ClickException(str(error)) from error
+    module = torch.get_device_module(found)
+    name = module.get_device_name(found) if hasattr(module, "get_device_name") else str(found)
+    show(
+        figures,
+        as_json=as_json,
+        settings={"device": name, "torch": torch.__version__, "bytes": size},
+        machine=machine,
+    )
 
 
 def show(

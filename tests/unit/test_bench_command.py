@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from memd.bench.figures import Figure, row
@@ -155,6 +156,14 @@ def test_what_the_disk_refuses_is_a_failure_with_its_reason() -> None:
     output = run("io", "--data", str(BUILD), "--size", "1024TiB", code=1)
     assert "reserving" in output
     assert not (BUILD / "memd.bench").exists()
+
+
+def test_without_an_accelerator_there_is_nothing_to_measure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    told = run("device", "--data", str(BUILD), code=1)
+    assert told.startswith("Error: torch finds no accelerator here: install")
 
 
 def test_the_file_system_is_that_of_the_nearest_mount() -> None:
