@@ -58,7 +58,8 @@ CLIENT_PACKAGES = {
     "checkpoints": (
         *("safetensors_header", "checkpoint_files", "partial_name", "whole_file", "whole_folder"),
         *("torch_archive", "tensor_archive", "snapshot_tensor", "snapshot_items"),
-        *("checkpoint_folder", "checkpoint_writer", "checkpoint_metadata", "checkpoint_reader"),
+        *("checkpoint_folder", "checkpoint_writer", "checkpoint_metadata", "archived_tensor"),
+        "checkpoint_reader",
     ),
 }
 CLIENT_INTEGRATIONS = (
