@@ -102,10 +102,8 @@ class _Source:
 
     def parts(self) -> Iterator[_Source]:
         """One for each place of the target."""
-        first = 0
-        for part in self.target.parts:
+        for part, first in zip(self.target.parts, self.target.part_firsts, strict=True):
             yield _Source(part, self.stored, first)
-            first += part.shape.numel()
 
     def read(self, into: torch.Tensor) -> None:
         """Fills `into`, which has the bytes of the target and maybe one more."""

@@ -245,12 +245,24 @@ def _loaded(shard: Shard, state: Mapping[str, StoredBytes]) -> LoadedMoments:
         shard=shard,
         update_count=update_count_of(step.view(()), name=shard.name),
         has_maximum=MAXIMUM in state,
-        read=partial(_read, moments),
+        read=partial(_in_files, moments),
     )
 
 
-def _read(moments: Mapping[str, StoredBytes]) -> dict[str, torch.Tensor]:
-    return {name: _tensor(each) for name, each in moments.items()}
+@dataclass(frozen=True, slots=True)
+class _FileMoment:
+    """A moment in float32 in a file. `MomentBytes`."""
+
+    stored: StoredBytes
+
+    def read(self, element_first: int, into: torch.Tensor) -> None:
+        """As of `MomentBytes`."""
+        begin = element_first * self.stored.tensor.dtype.itemsize
+        self.stored.read(begin, into.view(torch.uint8).numpy().data)
+
+
+def _in_files(moments: Mapping[str, StoredBytes]) -> dict[str, _FileMoment]:
+    return {name: _FileMoment(each) for name, each in moments.items()}
 
 
 def _tensor(stored: StoredBytes) -> torch.Tensor:

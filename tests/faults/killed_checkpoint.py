@@ -189,7 +189,7 @@ def load(what: str, path: Path, at: int = 0, *, begins: Callable[[], None] = nob
     state = everything(model, optimizer)
     killing = kill_in_memd(at)
     killing.around(CheckpointFile, "read")
-    killing.around(checkpoint_reader._Files, "tensor")
+    killing.around(checkpoint_reader._Loading, "read_runs")
     begins()
     if what == "load":
         memd_client.load_safetensors(model, path, session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 from typing import TYPE_CHECKING, Any
@@ -11,19 +12,27 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import functional
 
 import memd_client
+from memd_client.checkpoints import checkpoint_reader
 from tests.daemons import fresh
 from tests.integration.full_disk import no_file_larger_than
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch.distributed.checkpoint.planner import ReadItem
 
     from tests.daemons import Daemon
 
@@ -493,6 +502,105 @@ def test_a_model_that_is_larger_than_its_pool_is_loaded(daemon: Daemon, tmp_path
         optimizer.load_state_dict(state["optimizer"])
         assert_same(model.state_dict(), plain.state_dict())
         assert_same_moments(optimizer, torchs)
+
+
+def test_no_tensor_of_the_job_is_loaded_before_it_goes_to_its_place(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, torchs = saved(tmp_path)
+    loaded: list[str] = []
+    tensor = checkpoint_reader._Files.tensor
+
+    def noted(files: Any, item: ReadItem) -> torch.Tensor:
+        loaded.append(item.storage_index.fqn)
+        return tensor(files, item)
+
+    monkeypatch.setattr(checkpoint_reader._Files, "tensor", noted)
+    with fresh(daemon, "dcp-direct") as session:
+        model = memd_client.offload(Model(), session)
+        optimizer = memd_adamw(model)
+        stream_in(state_of(model, optimizer), tmp_path)
+        assert {name.rpartition(".")[2] for name in loaded} == {"step"}
+        assert_same(model.state_dict(), plain.state_dict())
+        assert_same_moments(optimizer, torchs)
+
+
+class InTwo(DefaultSavePlanner):
+    """Saves each tensor in two items, as two ranks do."""
+
+    def __init__(self, dimension: int) -> None:
+        super().__init__()
+        self._dimension = dimension
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [part for item in plan.items for part in self._parts(item)]
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        for first, count in self._halves(value.shape) if isinstance(value, torch.Tensor) else ():
+            if index.offset is not None and index.offset[self._dimension] == first:
+                return value.narrow(self._dimension, first, count).clone()
+        return super().lookup_object(index)
+
+    def _halves(self, shape: torch.Size) -> list[tuple[int, int]]:
+        if len(shape) <= self._dimension or shape[self._dimension] < 2:
+            return []
+        half = shape[self._dimension] // 2
+        return [(0, half), (half, shape[self._dimension] - half)]
+
+    def _parts(self, item: WriteItem) -> list[WriteItem]:
+        data = item.tensor_data
+        halves = self._halves(data.size) if data is not None else []
+        if data is None or not halves:
+            return [item]
+        parts = []
+        for first, count in halves:
+            offsets, sizes = [0] * len(data.size), list(data.size)
+            offsets[self._dimension], sizes[self._dimension] = first, count
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            parts.append(
+                WriteItem(
+                    index=MetadataIndex(item.index.fqn, chunk.offsets),
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(chunk, data.properties, data.size),
+                )
+            )
+        return parts
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_tensors_of_several_items_are_put_together(
+    daemon: Daemon, tmp_path: Path, dimension: int
+) -> None:
+    """Halves of rows are read where they go, and halves of columns by torch."""
+    plain = Model(seed=1)
+    torchs = adamw(plain)
+    trained(plain, torchs, range(3))
+    state = {"model": plain.state_dict(), "optimizer": torchs.state_dict()}
+    save(state, checkpoint_id=tmp_path, planner=InTwo(dimension))
+    with fresh(daemon, f"dcp-halves-{dimension}") as session:
+        model = memd_client.offload(Model(), session)
+        optimizer = memd_adamw(model)
+        stream_in(state_of(model, optimizer), tmp_path)
+        assert_same(model.state_dict(), plain.state_dict())
+        assert_same_moments(optimizer, torchs)
+
+
+def test_a_tensor_whose_elements_lie_in_another_order_is_loaded(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    plain, _ = saved(tmp_path / "a")
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    name = "layers.0.weight"
+    state[name] = state[name].t().contiguous().t()
+    save({"model": state}, checkpoint_id=tmp_path / "b")
+    with fresh(daemon, "dcp-transposed") as session:
+        model = memd_client.offload(Model(), session)
+        stream_in({"model": model.state_dict(keep_vars=True)}, tmp_path / "b")
+        assert_same(model.state_dict(), plain.state_dict())
 
 
 def truncate(path: Path) -> None:

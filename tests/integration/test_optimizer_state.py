@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import memd_client
+from memd_client.base.mapped_files import FileBytes
 from memd_client.core.tensor_streams import TensorStreams
 from memd_client.transaction import loaded_moments
 from memd_client.transaction.moments import ordinary_moments
@@ -195,6 +196,34 @@ def test_moments_of_other_dtypes_are_converted(daemon: Daemon) -> None:
         for index, each in state["state"].items():
             for name, value in each.items():
                 assert torch.equal(found[index][name], value.float()), (index, name)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_moments_of_a_mapped_file_are_read_from_it_unless_memory_has_others(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_changed: bool
+) -> None:
+    torch.save(state_with([{"lr": 0.0}])["state"], tmp_path / "state.pt")
+    states = torch.load(tmp_path / "state.pt", mmap=True)
+    read = FileBytes.read
+    reads: list[int] = []
+
+    def noted(source: FileBytes, into: memoryview) -> bool:
+        reads.append(len(into))
+        return read(source, into)
+
+    monkeypatch.setattr(FileBytes, "read", noted)
+    with fresh(daemon, f"state-mapped-{is_changed}") as session:
+        _, optimizer = trained(session)
+        if is_changed:
+            states[3]["exp_avg"][500, 0] = 7.0  # no other tensor has bytes in that page
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
+        moments = 2 * sum(4 * shape.numel() for shape in shapes())
+        only_here = 4 * shapes()[3].numel() if is_changed else 0
+        assert sum(reads) == moments - only_here
+        found = optimizer.state_dict()["state"]
+        for index, each in states.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(found[index][name], each[name]), (index, name)
 
 
 def test_a_job_with_other_sessions_takes_no_state(daemon: Daemon) -> None:

@@ -52,6 +52,13 @@ def test_a_part_of_a_mapped_file_is_read_from_the_file(path: Path, *, shared: bo
     assert torch.equal(read(MappedFiles().find(part), part), part)
 
 
+def test_the_rest_of_what_a_file_has_is_read_from_the_file(path: Path) -> None:
+    part = mapped(path)[7:1007]
+    found = MappedFiles().find(part)
+    assert found is not None
+    assert torch.equal(read(found.behind(4 * 1000 - 8), part[-2:]), part[-2:])
+
+
 def test_memory_of_no_file_is_found_in_none() -> None:
     maps = MappedFiles()
     assert maps.find(torch.ones(1 << 20)) is None

@@ -63,6 +63,10 @@ class FileBytes:
     place: _Map
     offset_bytes: int
 
+    def behind(self, count_bytes: int) -> FileBytes:
+        """Those that come after the first `count_bytes`."""
+        return FileBytes(self.place, self.offset_bytes + count_bytes)
+
     def read(self, into: memoryview) -> bool:
         """Fills `into`. False: the file is not to be had under its name; nothing was read.
 

@@ -7,8 +7,7 @@ import io
 import math
 import os
 import weakref
-import zipfile
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -21,7 +20,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from memd_client.base.interrupts import defer_interrupts, safe_point
-from memd_client.checkpoints.checkpoint_files import listed, os_error
+from memd_client.base.mapped_files import read_once
+from memd_client.checkpoints.archived_tensor import PackedArchiveError, find_tensor, refuse_packed
+from memd_client.checkpoints.checkpoint_files import listed, os_error, os_errors
 from memd_client.checkpoints.checkpoint_folder import METADATA_NAME, CheckpointFolder
 from memd_client.checkpoints.checkpoint_metadata import METADATA_BYTES_MAX, damaged, parse_metadata
 from memd_client.connection.shard import MAXIMUM
@@ -33,13 +34,15 @@ from memd_client.transaction.moments import MomentTensor
 from memd_client.transaction.transaction import transaction_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
+    from memd_client.checkpoints.archived_tensor import ArchivedTensor
+    from memd_client.transaction.loaded_moments import MomentBytes
     from memd_client.transaction.moments import MomentSet
     from memd_client.transaction.transaction import Transaction
 
@@ -148,6 +151,10 @@ class _Files:
         opened = self._opened = ExitStack()
         weakref.finalize(self, opened.close)
 
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
     def form(self, item: ReadItem) -> TensorStorageMetadata:
         """The whole tensor that the item is a part of."""
         found = self._metadata.state_dict_metadata.get(item.storage_index.fqn)
@@ -163,8 +170,20 @@ class _Files:
         self._view(item.storage_index)
 
     def tensor(self, item: ReadItem) -> torch.Tensor:
-        """The part of a stored tensor that the item names."""
-        stored = self._load(item.storage_index)
+        """The part of a stored tensor that the item names, in this process."""
+        return self._part(item, self._load(item.storage_index))
+
+    def run(self, item: ReadItem) -> _Run | None:
+        """The same part, if its elements lie one after the other in the file."""
+        view = self._view(item.storage_index)
+        found = self._find(view, item.storage_index)
+        if found is None:
+            return None
+        begin = found.run_begin(self._part(item, found.form))
+        return _Run(view, begin, math.prod(item.lengths)) if begin is not None else None
+
+    def _part(self, item: ReadItem, stored: Any) -> torch.Tensor:
+        """The same of `stored`, which has the item's name, is checked, and may have no bytes."""
         form = self.form(item)
         begin, lengths = item.storage_offsets, item.lengths
         if not isinstance(stored, torch.Tensor) or stored.dtype != form.properties.dtype:
@@ -186,15 +205,28 @@ class _Files:
         data.seek(0)
         return data
 
+    def _find(self, view: _Slice, index: MetadataIndex) -> ArchivedTensor | None:
+        safe_point()
+        with self._errors(index):
+            return find_tensor(view, view.size_bytes)
+
     def _load(self, index: MetadataIndex) -> Any:
         safe_point()
         view = self._view(index)
-        try:
-            self._refuse_packed(view, index)
+        with self._errors(index):
+            refuse_packed(view)
             view.seek(0)
             return torch.load(cast("IO[bytes]", view), map_location="cpu", weights_only=True)
+
+    @contextmanager
+    def _errors(self, index: MetadataIndex) -> Iterator[None]:
+        """Inside, an archive is read that anyone may have made."""
+        try:
+            yield
         except MemdError:
             raise
+        except PackedArchiveError as error:
+            raise damaged(self._folder, f"{index.fqn!r} is compressed") from error
         except OSError as error:
             raise os_error(error, self._folder) from error
         except Exception as error:
@@ -202,12 +234,6 @@ class _Files:
                 self._folder,
                 f"{index.fqn!r} cannot be read as a tensor or plain data: {error}",
             ) from error
-
-    def _refuse_packed(self, view: _Slice, index: MetadataIndex) -> None:
-        """Compressed records may be larger than any memory. torch writes none."""
-        with zipfile.ZipFile(cast("IO[bytes]", view)) as archive:
-            if any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist()):
-                raise damaged(self._folder, f"{index.fqn!r} is compressed")
 
     def _view(self, index: MetadataIndex) -> _Slice:
         info: _StorageInfo | None = (self._metadata.storage_data or {}).get(index)
@@ -241,6 +267,10 @@ class _Slice(io.RawIOBase):
         self._size_bytes = size_bytes
         self._at = 0
 
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
     def readable(self) -> bool:
         """True."""
         return True
@@ -270,6 +300,28 @@ class _Slice(io.RawIOBase):
             rest = rest[count:]
             self._at += count
         return whole
+
+    def fill(self, begin: int, into: memoryview) -> None:
+        """Reads all of `into`, bytes of a tensor that nobody reads again soon."""
+        if begin < 0 or begin + len(into) > self._size_bytes:
+            raise OSError(errno.EIO, "the file ends before the tensor")
+        done = 0
+        while done < len(into):
+            safe_point()
+            part = into[done : done + _READ_BYTES]
+            count = read_once(self._file, self._begin + begin + done, part)
+            if not count:
+                raise OSError(errno.EIO, "the file became shorter while it was read")
+            done += count
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Elements that lie one after the other in a file."""
+
+    view: _Slice
+    begin: int  # of the first, in bytes
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +372,60 @@ class _Loading:
             part = narrow_tensor_by_index(into, item.dest_offsets, item.lengths)
             part.copy_(self.files.tensor(item))
 
+    def runs(self) -> list[_Run] | None:
+        """All elements in row-major order; None: those of the files lie in another one."""
+        form = torch.empty(self.target.shape, dtype=self.target.dtype, device="meta")
+        found: list[tuple[int, _Run]] = []
+        for item in self.items:
+            part = narrow_tensor_by_index(form, item.dest_offsets, item.lengths)
+            run = self.files.run(item) if part.is_contiguous() else None
+            if run is None:
+                return None
+            found.append((int(part.storage_offset()), run))
+        found.sort(key=lambda each: each[0])
+        end = 0
+        for first, run in found:
+            if first != end:
+                return None
+            end += run.count
+        return [run for _, run in found] if end == form.numel() else None
+
+    def read_runs(self, runs: Sequence[_Run], first: int, into: torch.Tensor) -> None:
+        """Reads the elements from number `first` on into a one-dimensional tensor of them."""
+        size = into.dtype.itemsize
+        begin, end, run_begin = first, first + into.numel(), 0
+        for run in runs:
+            run_end = run_begin + run.count
+            if begin < min(end, run_end):
+                count = min(end, run_end) - begin
+                data = into[begin - first : begin - first + count].view(torch.uint8).numpy().data
+                with os_errors(self.files.folder):
+                    run.view.fill(run.begin + (begin - run_begin) * size, data)
+                begin += count
+            run_begin = run_end
+
+
+class _LoadingBytes:
+    """The elements of one tensor, read where they go. `MomentBytes`."""
+
+    def __init__(self, loading: _Loading) -> None:
+        self._loading = loading
+        self._runs = loading.runs()
+        self._whole: torch.Tensor | None = None  # if the files have them in another order
+
+    @property
+    def loading(self) -> _Loading:
+        return self._loading
+
+    def read(self, element_first: int, into: torch.Tensor) -> None:
+        """As of `MomentBytes`, in the tensor's dtype."""
+        if self._runs is not None:
+            self._loading.read_runs(self._runs, element_first, into)
+            return
+        if self._whole is None:
+            self._whole = self._loading.read().view(-1)
+        into.copy_(self._whole[element_first : element_first + into.numel()])
+
 
 class _FileMoments:
     """Moments of one parameter that are in files. Of a session that is over, they stay there until
@@ -331,6 +437,10 @@ class _FileMoments:
     def values(self) -> dict[str, torch.Tensor]:
         """By their names."""
         return {name: loading.read() for name, loading in self._loadings.items()}
+
+    def in_files(self) -> dict[str, MomentBytes]:
+        """By their names, to be read where they go."""
+        return {name: _LoadingBytes(loading) for name, loading in self._loadings.items()}
 
     def look(self, whole: MomentSet) -> dict[str, torch.Tensor]:
         """As of `MomentSource`."""
@@ -404,15 +514,25 @@ def _replace(
     for loading in loadings:  # a tied parameter is there under each of its names
         targets.setdefault(id(loading.target), (ModelTensor(loading.target), loading))
         targets[id(loading.target)][0].names.append(loading.name)
-    pairs = list(targets.values())
+    sources = [
+        (part, loading, first)
+        for target, loading in targets.values()
+        for part, first in zip(target.parts, target.part_firsts, strict=True)
+    ]
+    read: list[_LoadingBytes] = []  # at most one: the parts of a tensor come one after the other
 
     def fill(index: int, into: torch.Tensor) -> None:
-        target, loading = pairs[index]
-        into[target.size_bytes :].zero_()
-        loading.fill(into[: target.size_bytes].view(target.dtype).view(target.shape))
+        part, loading, first = sources[index]
+        if not read or read[0].loading is not loading:
+            read.clear()  # before the next holds anything
+            read.append(_LoadingBytes(loading))
+        into[part.size_bytes :].zero_()
+        read[0].read(first, into[: part.size_bytes].view(part.dtype))
+        if first + part.shape.numel() == loading.target.numel():
+            read.clear()
 
     replace_all(
-        [target for target, _ in pairs],
+        [part for part, *_ in sources],
         fill,
         moments=moments,
         transaction=transaction,
@@ -441,7 +561,7 @@ def _loaded_moments(
                 shard=whole.shard,
                 update_count=update_count_of(step.read(), name=whole.shard.name),
                 has_maximum=MAXIMUM in found,
-                read=_FileMoments(found).values,
+                read=_FileMoments(found).in_files,
                 whole=whole,
             )
         )

@@ -51,6 +51,12 @@ class ModelTensor:
         return [self] if tiling is None else [ModelTensor(t, self.names) for t in tiling.tiles]
 
     @property
+    def part_firsts(self) -> list[int]:
+        """The number of the first element of each part, in row-major order."""
+        counts = [part.shape.numel() for part in self.parts]
+        return [0, *itertools.accumulate(counts)][: len(counts)]
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 

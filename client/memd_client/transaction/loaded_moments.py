@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from memd_client.base.sizes import TILE_ELEMENTS
 from memd_client.core.staged_values import StagedValue, split_moments, staged_name
@@ -12,8 +14,7 @@ from memd_client.errors import InvalidArgument
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    import torch
-
+    from memd_client.base.mapped_files import FileBytes, MappedFiles
     from memd_client.connection.shard import Shard
     from memd_client.transaction.moments import MomentSet
 
@@ -24,6 +25,50 @@ _COPIES = 2
 _TILES_IN_FLIGHT = 8
 
 
+class MomentBytes(Protocol):
+    """One moment of one parameter, in row-major order."""
+
+    def read(self, element_first: int, into: torch.Tensor) -> None:
+        """Writes the elements from number `element_first` on into a one-dimensional float32
+        tensor of them."""
+        ...
+
+
+class HeldMoment:
+    """A moment that a tensor has, of any floating-point dtype. `MomentBytes`."""
+
+    def __init__(self, moment: torch.Tensor, files: MappedFiles | None) -> None:
+        """
+        Args:
+            files: made when the tensor was there. If one of them has its bytes, they are read from
+                there.
+        """
+        # A view, unless its elements lie elsewhere.
+        self._flat = moment.detach().reshape(-1)
+        self._file: FileBytes | None = None
+        if files is not None and _lies_as_stored(moment):
+            self._file = files.find(moment)
+
+    def read(self, element_first: int, into: torch.Tensor) -> None:
+        """As of `MomentBytes`."""
+        if self._file is not None:
+            source = self._file.behind(4 * element_first)
+            if source.read(into.view(torch.uint8).numpy().data):
+                return
+        into.copy_(self._flat[element_first : element_first + into.numel()])
+
+
+def _lies_as_stored(moment: torch.Tensor) -> bool:
+    """Whether memory has the elements in float32 and in row-major order."""
+    return (
+        type(moment) is torch.Tensor
+        and moment.is_cpu
+        and moment.dtype == torch.float32
+        and moment.is_contiguous()
+        and moment.numel() > 0
+    )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class LoadedMoments:
     """The moments that one parameter gets."""
@@ -31,16 +76,16 @@ class LoadedMoments:
     shard: Shard
     update_count: int
     has_maximum: bool
-    # By their names, in the parameter's shape: floating-point. It may read them with each call.
-    # None: they are zero.
-    read: Callable[[], Mapping[str, torch.Tensor]] | None
+    # By their names, of as many elements as the parameter. With each call it may look for them
+    # anew. None: they are zero.
+    read: Callable[[], Mapping[str, MomentBytes]] | None
     # The moments of a state_dict which are these from now on.
     whole: MomentSet | None = None
 
 
 class MomentPieces:
-    """The pieces of all moments of one load. They are filled in their order: at most one
-    parameter's moments are read at a time."""
+    """The pieces of all moments of one load. They are filled in their order: those of one parameter
+    are open at a time."""
 
     def __init__(self, loaded: Sequence[LoadedMoments], *, first_index: int) -> None:
         """
@@ -63,7 +108,7 @@ class MomentPieces:
                 index += 1
         self._with_bytes = [value for value in self._staged if value.name]
         self._source: LoadedMoments | None = None
-        self._flat: dict[str, torch.Tensor] = {}
+        self._moments: Mapping[str, MomentBytes] = {}
 
     @property
     def staged(self) -> Sequence[StagedValue]:
@@ -74,18 +119,13 @@ class MomentPieces:
         source, begin = self._sources[number]
         if source is not self._source:
             assert source.read is not None
-            # A view, unless its elements lie elsewhere.
-            self._flat = {
-                name: moment.detach().reshape(-1) for name, moment in source.read().items()
-            }
-            self._source = source
+            self._moments, self._source = source.read(), source
         piece = self._with_bytes[number].moments
         assert piece is not None
-        first, count = begin + piece.element_first, piece.element_count
         for name, part in piece.split(into).items():
-            part.copy_(self._flat[name][first : first + count])
+            self._moments[name].read(begin + piece.element_first, part)
         if all(each is not source for each, _ in self._sources[number + 1 : number + 2]):
-            self._source, self._flat = None, {}  # before others are read
+            self._source, self._moments = None, {}  # before others are read
 
 
 def _parts(loaded: Iterable[LoadedMoments]) -> Iterator[tuple[LoadedMoments, Shard, int]]:

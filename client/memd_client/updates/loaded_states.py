@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memd_client.base.mapped_files import MappedFiles
 from memd_client.connection.shard import MAXIMUM, MOMENTS
 from memd_client.errors import InvalidArgument
 from memd_client.parameters.loaded_places import replace_all
 from memd_client.transaction.adam_settings import refuse_older_daemon
-from memd_client.transaction.loaded_moments import LoadedMoments, update_count_of
+from memd_client.transaction.loaded_moments import HeldMoment, LoadedMoments, update_count_of
 from memd_client.transaction.moments import ordinary_moments
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def replace_states(
         for target, state, amsgrad in targets
         if not _has_state(target, state, transaction)
     ]
+    files = MappedFiles() if changed else None
     loaded = [
         (
             target,
@@ -78,7 +80,7 @@ def replace_states(
                 shard=target.shard,
                 update_count=int(state["step"]) if state is not None else 0,
                 has_maximum=MAXIMUM in state if state is not None else amsgrad,
-                read=partial(ordinary_moments, state) if state is not None else None,
+                read=partial(_held, state, files) if state is not None else None,
             ),
         )
         for target, state, amsgrad in changed
@@ -95,6 +97,15 @@ def replace_states(
     for target, each in loaded:
         if not target.is_stored:
             target.note_state(each.update_count, keeps_maximum=each.has_maximum)
+
+
+def _held(state: Mapping[str, Any], files: MappedFiles | None) -> dict[str, HeldMoment]:
+    """The moments of a state in torch's format, by their names."""
+    return {
+        # One that is read only now may lie where a file was mapped before.
+        name: HeldMoment(each, files if each is state[name] else None)
+        for name, each in ordinary_moments(state).items()
+    }
 
 
 def _has_state(target: Target, state: dict[str, Any] | None, transaction: Transaction) -> bool:
