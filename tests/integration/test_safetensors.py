@@ -19,10 +19,13 @@ from torch.nn import functional
 
 import memd_client
 from memd_client.checkpoints.checkpoint_files import CheckpointFile
+from memd_client.connection.reattach import ReattachingControl
+from memd_client.core import staged_values
 from memd_client.core.job_store import JobStore
 from memd_client.core.staged_values import StagedValues
 from memd_client.parameters.away import ParameterBytes
 from memd_client.parameters.residency import Residency
+from memd_proto.v1 import job_pb2
 from tests.daemons import fresh
 
 if TYPE_CHECKING:
@@ -420,6 +423,77 @@ def test_a_file_that_cannot_be_read_to_its_end_changes_nothing(
         path.write_bytes(whole)
         memd_client.load_safetensors(model, path, session)
         assert_same(model.state_dict(), Model(seed=1).state_dict())
+
+
+def noted_commits_behind(monkeypatch: pytest.MonkeyPatch, bytes_each: int) -> list[str]:
+    """`begun` for each commit that begins while values are staged, and `read` for each read of a
+    file."""
+    events: list[str] = []
+    begin, read = ReattachingControl.begin_sync, CheckpointFile.read
+
+    def noted_begin(control: ReattachingControl, request: Any) -> Any:
+        events.append("begun")
+        return begin(control, request)
+
+    def noted_read(file: CheckpointFile, first: int, into: memoryview) -> None:
+        events.append("read")
+        read(file, first, into)
+
+    monkeypatch.setattr(staged_values, "_BEHIND_BYTES", bytes_each)
+    monkeypatch.setattr(ReattachingControl, "begin_sync", noted_begin)
+    monkeypatch.setattr(CheckpointFile, "read", noted_read)
+    return events
+
+
+def layers(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(5)))
+
+
+def disk_bytes_of(session: memd_client.Session) -> int:
+    store = session.transaction.job.store
+    answer = store.control.get_job(job_pb2.GetJobRequest(name=store.job))
+    return answer.job.nvme_bytes_used
+
+
+def test_the_disk_takes_what_is_staged_while_more_is_read(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(layers(1), tmp_path / "a.safetensors")
+    with fresh(daemon, "behind") as session:
+        model = memd_client.offload(layers(0), session)
+        events = noted_commits_behind(monkeypatch, 8 << 20)
+        memd_client.load_safetensors(model, path, session)
+        assert events == ["read", "read", "begun", "read", "read", "begun", "read"]
+        assert_same(model.state_dict(), layers(1).state_dict())
+        assert staged_names(session) == []
+
+
+def test_a_load_that_breaks_off_beside_a_commit_changes_nothing(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(layers(1), tmp_path / "a.safetensors")
+    with fresh(daemon, "behind-cut") as session:
+        model = memd_client.offload(layers(0), session)
+        used_bytes = disk_bytes_of(session)
+        events = noted_commits_behind(monkeypatch, 1)
+        read = CheckpointFile.read
+
+        def cut(file: CheckpointFile, first: int, into: memoryview) -> None:
+            read(file, first, into)
+            if events.count("read") == 4:
+                raise OSError(5, "the file is gone")
+
+        monkeypatch.setattr(CheckpointFile, "read", cut)
+        with pytest.raises(OSError, match="the file is gone"):
+            memd_client.load_safetensors(model, path, session)
+        assert events.count("begun") == 3
+        assert disk_bytes_of(session) < used_bytes + (1 << 20)
+        monkeypatch.undo()
+        assert staged_names(session) == []
+        assert_same(model.state_dict(), layers(0).state_dict())
+        memd_client.load_safetensors(model, path, session)
+        assert_same(model.state_dict(), layers(1).state_dict())
 
 
 def test_a_quota_without_room_for_both_values_is_named_and_nothing_changes(

@@ -99,6 +99,16 @@ class FakeShard:
         )
 
 
+class FakeSyncCall:
+    """A sync that comes to the daemon when its answer is waited for."""
+
+    def __init__(self, make: Callable[[], session_pb2.SyncResponse]) -> None:
+        self._make = make
+
+    def result(self) -> session_pb2.SyncResponse:
+        return self._make()
+
+
 class FakeCall:
     """A step that comes to the daemon only when its answer is waited for, or a lease that follows
     it: whoever says nothing of it sees the state before it. Where that fails the next wait asks
@@ -485,6 +495,9 @@ class FakeDaemon:
         self.durable_step = self.committed_step
         self.synced = True
         return session_pb2.SyncResponse(committed_step=self.committed_step)
+
+    def begin_sync(self, request: session_pb2.SyncRequest) -> FakeSyncCall:
+        return FakeSyncCall(lambda: self.sync(request))
 
     def _refuse_writers(self, parts: tuple[int, ...] = (PART_VALUE, PART_GRADIENT)) -> None:
         # Of a blob that is being written, others see the old bytes, or the new ones.

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 ADDRESS = "unix:///nowhere/memd.sock"
 
 
-@pytest.mark.parametrize("name", ["list_shards", "get", "begin_step", "put", "drop_job"])
+@pytest.mark.parametrize(
+    "name", ["list_shards", "get", "begin_step", "begin_sync", "put", "drop_job"]
+)
 def test_a_call_over_a_channel_that_was_renewed_meanwhile_is_one_without_a_daemon(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -34,6 +36,7 @@ def test_a_call_over_a_channel_that_was_renewed_meanwhile_is_one_without_a_daemo
         "list_shards": lambda: control.list_shards(session_pb2.ListShardsRequest()),
         "get": lambda: list(control.get(tensor_pb2.GetRequest())),
         "begin_step": lambda: control.begin_step(session_pb2.StepRequest()),
+        "begin_sync": lambda: control.begin_sync(session_pb2.SyncRequest()),
         "put": lambda: control.put(iter(())),
         "drop_job": lambda: control.drop_job(job_pb2.DropJobRequest()),
     }

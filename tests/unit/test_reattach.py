@@ -387,6 +387,39 @@ class FakeSteps:
         return session_pb2.StepResponse(committed_step=request.step)
 
 
+class FakeSyncs:
+    """Syncs over a channel that is closed while the first one is under way, or before it."""
+
+    def __init__(self, *, is_sent: bool) -> None:
+        self._is_sent = is_sent
+        self.synced: list[int] = []
+
+    def begin_sync(self, request: session_pb2.SyncRequest) -> FakeSyncs:
+        if not self._is_sent:
+            raise memd_client.DaemonUnavailable("the channel was closed before this call was sent")
+        return self
+
+    def result(self) -> session_pb2.SyncResponse:
+        raise memd_client.DaemonUnavailable("the daemon is gone")
+
+    def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse:
+        self.synced.append(request.session_id)
+        return session_pb2.SyncResponse(committed_step=4)
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_sync_without_an_answer_is_sent_again_when_that_is_waited_for(
+    world: World, *, is_sent: bool
+) -> None:
+    syncs = FakeSyncs(is_sent=is_sent)
+    control = ReattachingControl(cast("Control", syncs), world.reattach)
+    call = control.begin_sync(session_pb2.SyncRequest(session_id=SESSION))
+    assert syncs.synced == []
+    world.restart()
+    assert call.result().committed_step == 4
+    assert syncs.synced == [SESSION]
+
+
 def test_a_step_that_could_not_be_sent_is_sent_when_its_answer_is_waited_for(world: World) -> None:
     steps = FakeSteps()
     control = ReattachingControl(cast("Control", steps), world.reattach)

@@ -29,6 +29,14 @@ class StepCall(Protocol):
         ...
 
 
+class SyncCall(Protocol):
+    """A Sync call that was sent: `control.SyncCall` or `reattach.RepeatedSync`."""
+
+    def result(self) -> session_pb2.SyncResponse:
+        """Waits for the answer. Once. Raises MemdError if there is none or it is an error."""
+        ...
+
+
 class TensorCalls(Protocol):
     """The calls of `control.Control` that carry tensors."""
 
@@ -71,6 +79,7 @@ class ControlPlane(TensorCalls, Protocol):
         self, request: session_pb2.ExpectStepRequest
     ) -> session_pb2.ExpectStepResponse: ...
     def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse: ...
+    def begin_sync(self, request: session_pb2.SyncRequest) -> SyncCall: ...
     def drop_gradients(
         self, request: session_pb2.DropGradientsRequest
     ) -> session_pb2.DropGradientsResponse: ...

@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
 
@@ -28,6 +28,8 @@ from memd_proto.v1 import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
+
+AnswerT = TypeVar("AnswerT")
 
 # Calls that read or change memory only.
 _SHORT_S = 60.0
@@ -60,8 +62,8 @@ _CODES = {
 _CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1),)
 
 
-class StepCall:
-    """A Step call that was sent. Any thread may ask for its answer, any number of times."""
+class SentCall(Generic[AnswerT]):
+    """A call that was sent. Any thread may ask for its answer, any number of times."""
 
     def __init__(self, future: Any, translated: Callable[[Any], Exception]) -> None:
         self._future = future
@@ -74,7 +76,7 @@ class StepCall:
     def done(self) -> bool:
         return bool(self._future.done())
 
-    def result(self) -> session_pb2.StepResponse:
+    def result(self) -> AnswerT:
         self._is_done.wait()
         try:
             return self._future.result()
@@ -93,6 +95,10 @@ class StepCall:
         del future
         self._answered = time.perf_counter()
         self._is_done.open()
+
+
+StepCall = SentCall[session_pb2.StepResponse]
+SyncCall = SentCall[session_pb2.SyncResponse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +202,11 @@ class Control:
 
     def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse:
         return self._call(self._open().sessions.Sync, request, _LONG_S)
+
+    def begin_sync(self, request: session_pb2.SyncRequest) -> SyncCall:
+        """Sends the call and returns at once; the result has the answer later."""
+        method = self._open().sessions.Sync.future
+        return SyncCall(self._invoke(method, request, _LONG_S), self._translated)
 
     def drop_gradients(
         self, request: session_pb2.DropGradientsRequest

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from memd_client.base.interrupts import pause
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from memd_client.base.address import UnixAddress
-    from memd_client.connection.calls import StepCall
+    from memd_client.connection.calls import StepCall, SyncCall
     from memd_client.connection.control import Control
     from memd_client.connection.retry import OnReturn
     from memd_proto.v1 import job_pb2, tensor_pb2
@@ -354,6 +355,9 @@ class ReattachingControl:
     def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse:
         return self._reattach.calling(lambda: self._control.sync(request))
 
+    def begin_sync(self, request: session_pb2.SyncRequest) -> SyncCall:
+        return RepeatedSync(self._control, self._reattach, request)
+
     def drop_gradients(
         self, request: session_pb2.DropGradientsRequest
     ) -> session_pb2.DropGradientsResponse:
@@ -469,6 +473,29 @@ class RepeatedStep:
         except (DaemonUnavailable, DeadlineExceeded, PermissionDenied, UnknownName):
             self._is_lost = True
             raise
+
+
+class RepeatedSync:
+    """A Sync call that is sent again if it got no answer."""
+
+    def __init__(
+        self, control: Control, reattach: Reattach, request: session_pb2.SyncRequest
+    ) -> None:
+        self._control = control
+        self._reattach = reattach
+        self._request = request
+        self._epoch = reattach.epoch
+        self._call: SyncCall | None = None
+        # Another thread may be re-attaching; `result` sends it then.
+        with suppress(DaemonUnavailable):
+            self._call = control.begin_sync(request)
+
+    def result(self) -> session_pb2.SyncResponse:
+        return self._reattach.calling(self._answer, epoch=self._epoch)
+
+    def _answer(self) -> session_pb2.SyncResponse:
+        call, self._call = self._call, None
+        return call.result() if call is not None else self._control.sync(self._request)
 
 
 class _Answered:

@@ -38,6 +38,7 @@ from memd_proto.v1 import session_pb2, types_pb2
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from memd_client.connection.calls import SyncCall
     from memd_client.core.job_store import JobStore
     from memd_client.core.steps import Steps
 
@@ -56,6 +57,9 @@ _ROOM_BYTES = 1 << 20  # of one: it must fit into the job's host memory
 # So many bytes of values one commit moves to their shards; the extents of the old ones are free
 # then.
 _COMMIT_BYTES = 64 << 20
+# After so many staged bytes the disk begins to take them, while others are staged. A commit costs
+# two flushes of the disk, and more bytes wait longer in memory.
+_BEHIND_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +207,12 @@ class StagedValues:
             declared = self._store.shards.declare(specs)
         except MemdError as error:
             raise _with_terms(error, values, maxima_bytes=maxima_bytes) from error
+        behind = _CommitsBehind(self._begin_sync, self._note_sync)
         for index, shard in enumerate(declared[: len(values)]):
             safe_point()
             fill(index, self._lease(Shard.of(shard), MODE_OVERWRITE))
+            behind.staged(values[index].size_bytes)
+        behind.wait()
 
     def commit(self, values: Sequence[StagedValue]) -> None:
         """From here on the values count, whoever is killed."""
@@ -301,9 +308,14 @@ class StagedValues:
 
     def _forget(self) -> None:
         """The plan goes first: without it the values count for nobody."""
-        names = [name for name in self._staged() if name != _TURN]
-        self._store.delete([name for name in names if name == _PLAN])
-        self._store.delete([name for name in names if name != _PLAN])
+        staged = self._staged()
+        names = [name for name in staged if name not in (_TURN, _PLAN)]
+        self._store.delete([name for name in staged if name == _PLAN])
+        self._store.delete(names)
+        if any(staged[name].written for name in names):
+            # Extents that a commit named are free after the next commit: this one, or a later one.
+            with suppress(MemdError):
+                self._sync()
 
     def _staged(self) -> dict[str, types_pb2.Shard]:
         return {
@@ -316,8 +328,43 @@ class StagedValues:
 
     def _sync(self) -> None:
         request = session_pb2.SyncRequest(session_id=self._store.session_id)
-        response = self._store.control.sync(request)
+        self._note_sync(self._store.control.sync(request))
+
+    def _begin_sync(self) -> SyncCall:
+        request = session_pb2.SyncRequest(session_id=self._store.session_id)
+        return self._store.control.begin_sync(request)
+
+    def _note_sync(self, response: session_pb2.SyncResponse) -> None:
         self._steps.note_sync(response.committed_step)
+
+
+class _CommitsBehind:
+    """Commits what was staged while more is staged, so that the disk writes while the client reads.
+    One is under way at a time: if the disk is slower than the reads, these wait for it. Without a
+    plan nothing of it counts; an error of a commit ends the load."""
+
+    def __init__(
+        self,
+        begin: Callable[[], SyncCall],
+        note: Callable[[session_pb2.SyncResponse], None],
+    ) -> None:
+        self._begin = begin
+        self._note = note
+        self._bytes = 0  # staged since the last commit began
+        self._call: SyncCall | None = None
+
+    def staged(self, size_bytes: int) -> None:
+        """So many bytes more, whose lease has ended."""
+        self._bytes += size_bytes
+        if self._bytes >= _BEHIND_BYTES:
+            self.wait()
+            self._call, self._bytes = self._begin(), 0
+
+    def wait(self) -> None:
+        """Until none is under way."""
+        call, self._call = self._call, None
+        if call is not None:
+            self._note(call.result())
 
 
 def split_moments(shard: Shard, update_count: int, *, has_maximum: bool) -> Iterator[StagedMoments]:
