@@ -99,6 +99,7 @@ class SessionService:
             arena_reserved_bytes=grant.arena_reserved_bytes,
             can_maximize=True,
             can_amsgrad=True,
+            can_take_staged_moments=True,
             daemon_id=self._daemon_id,
         )
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 1 << 20
 # Two moments of fp32 for each: again a chunk.
 _MOMENTS_ELEMENTS = CHUNK_BYTES // 8
+# A tile's, in fp32: as many are written at a time.
+_STAGED_BYTES_MAX = 1 << 20
 
 
 class TensorService:
@@ -87,20 +89,59 @@ class TensorService:
         session: Session | None = None
         for request in requests:
             session = self._peers.session(call.peer, request.session_id)
+            exp_avg, exp_avg_sq, max_exp_avg_sq = (
+                self._staged_moments(session, request, call)
+                if request.HasField("staged_shard_id")
+                else (request.exp_avg, request.exp_avg_sq, request.max_exp_avg_sq)
+            )
             self._server.write_moments(
                 session.session_id,
                 request.shard_id,
                 request.generation,
                 request.element_first,
-                request.exp_avg,
-                request.exp_avg_sq,
-                request.max_exp_avg_sq,
+                exp_avg,
+                exp_avg_sq,
+                max_exp_avg_sq,
                 timeout_s=call.timeout_s(),
             )
         if session is None:
             raise _empty_stream()
         self._server.sync(session.session_id, timeout_s=call.timeout_s())
         return tensor_pb2.PutMomentsResponse()
+
+    def _staged_moments(
+        self, session: Session, request: tensor_pb2.PutMomentsRequest, call: Call
+    ) -> tuple[bytes, bytes, bytes]:
+        """Those that a blob has, one behind the other."""
+        staged = self._shard(session, request.staged_shard_id)
+        if wire.shard_message(staged).spec.kind != types_pb2.SHARD_KIND_BLOB:
+            raise Refused(
+                StatusCode.INVALID_ARGUMENT,
+                f"{staged.spec.name!r} is no blob, and moments are staged in one",
+            )
+        lease = self._server.lease(
+            session.session_id,
+            staged.shard_id,
+            part=PART_VALUE,
+            mode=MODE_READ,
+            timeout_s=call.timeout_s(),
+        )
+        try:
+            memory = lease.memory()
+            part_bytes, rest_bytes = divmod(len(memory), 3 if request.staged_has_maximum else 2)
+            if rest_bytes or part_bytes % 4 or part_bytes > _STAGED_BYTES_MAX:
+                raise Refused(
+                    StatusCode.INVALID_ARGUMENT,
+                    f"{staged.spec.name!r} has {len(memory)} bytes, which are no moments in fp32 "
+                    f"of at most {_STAGED_BYTES_MAX} bytes each",
+                )
+            first, second, third = (
+                bytes(memory[begin : begin + part_bytes])
+                for begin in (0, part_bytes, 2 * part_bytes)
+            )
+        finally:
+            lease.release()
+        return first, second, third
 
     @contextmanager
     def _overwritten(self, session: Session, shard: ShardInfo, call: Call) -> Iterator[memoryview]:

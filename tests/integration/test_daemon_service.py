@@ -148,6 +148,67 @@ def test_moments_are_zeros_until_they_are_put(client: Attached, session_id: int)
     assert get(client, session_id, "weight") == value
 
 
+def parameter(client: Attached, session_id: int, name: str, element_count: int) -> int:
+    """Its shard id."""
+    spec = spec_of(name, element_count)
+    spec.kind = types_pb2.SHARD_KIND_PARAMETER
+    spec.dtype = types_pb2.D_TYPE_FLOAT32
+    request = session_pb2.DeclareRequest(session_id=session_id, shards=[spec])
+    shard_id: int = client.call(client.sessions.Declare, request).shards[0].shard_id
+    return shard_id
+
+
+@pytest.mark.parametrize("has_maximum", [False, True])
+def test_moments_are_taken_from_blobs_of_the_job(
+    client: Attached, session_id: int, *, has_maximum: bool
+) -> None:
+    tile, element_count = 1 << 18, 300_000
+    shard_id = parameter(client, session_id, f"staged-{has_maximum}", element_count)
+    moments = [os.urandom(4 * element_count) for _ in range(3 if has_maximum else 2)]
+    requests = []
+    for first in (0, tile):
+        part = slice(4 * first, min(4 * (first + tile), 4 * element_count))
+        data = b"".join(moment[part] for moment in moments)
+        blob = put(client, session_id, f"moments-{has_maximum}-{first}", data)
+        requests.append(
+            tensor_pb2.PutMomentsRequest(
+                session_id=session_id,
+                shard_id=shard_id,
+                generation=9,
+                element_first=first,
+                staged_shard_id=blob.shard_id,
+                staged_has_maximum=has_maximum,
+            )
+        )
+    client.call(client.tensors.PutMoments, iter(requests))
+    request = tensor_pb2.GetMomentsRequest(session_id=session_id, shard_id=shard_id)
+    answers = list(client.call(client.tensors.GetMoments, request))
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: len(moments)]
+    for name, moment in zip(names, moments, strict=True):
+        assert b"".join(getattr(answer, name) for answer in answers) == moment, name
+    assert {answer.generation for answer in answers} == {9}
+
+
+def test_what_is_no_blob_of_moments_is_refused(client: Attached, session_id: int) -> None:
+    shard_id = parameter(client, session_id, "unstaged", 16)
+    odd = put(client, session_id, "odd", bytes(12)).shard_id
+    large = put(client, session_id, "large", bytes(4 << 20)).shard_id
+    for staged, code, why in (
+        (shard_id, grpc.StatusCode.INVALID_ARGUMENT, "is no blob"),
+        (odd, grpc.StatusCode.INVALID_ARGUMENT, "has 12 bytes, which are no moments"),
+        (large, grpc.StatusCode.INVALID_ARGUMENT, "of at most"),
+        (shard_id + 1000, grpc.StatusCode.NOT_FOUND, "has no shard"),
+    ):
+        request = tensor_pb2.PutMomentsRequest(
+            session_id=session_id, shard_id=shard_id, generation=1, staged_shard_id=staged
+        )
+        with pytest.raises(grpc.RpcError) as error:
+            client.call(client.tensors.PutMoments, iter([request]))
+        found, message = details_of(error)
+        assert found is code, message
+        assert why in message
+
+
 def test_another_shape_under_the_same_name_is_refused(client: Attached, session_id: int) -> None:
     put(client, session_id, "shaped", b"12345678")
     with pytest.raises(grpc.RpcError) as error:

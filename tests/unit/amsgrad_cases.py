@@ -234,7 +234,7 @@ class TestAmsgrad:
             train_one_step(model, optimizer, 2)
         assert session.committed_step == 0
 
-    def test_maxima_of_a_large_parameter_travel_in_several_messages(self, session: Session) -> None:
+    def test_maxima_of_a_large_parameter_are_loaded(self, session: Session) -> None:
         model = memd_client.offload(nn.Linear(400, 400, bias=False), session)
         optimizer = memd_client.AdamW(model.parameters())
         moments = {name: torch.rand(400, 400) for name in ("exp_avg", "exp_avg_sq", MAXIMUM)}

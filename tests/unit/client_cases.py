@@ -1449,9 +1449,7 @@ class TestOptimizer:
         assert all(not s["exp_avg"].any() for s in ours.state_dict()["state"].values())
         assert leases_held(session) == 0
 
-    def test_moments_of_a_large_parameter_travel_in_several_messages(
-        self, session: Session
-    ) -> None:
+    def test_moments_of_a_large_parameter_are_loaded(self, session: Session) -> None:
         model = memd_client.offload(nn.Linear(400, 400, bias=False), session)
         optimizer = memd_client.AdamW(model.parameters())
         moments = {name: torch.rand(400, 400) for name in ("exp_avg", "exp_avg_sq")}

@@ -191,6 +191,7 @@ class FakeDaemon:
     step_walls: list[float] = field(default_factory=list)
     can_maximize: bool = True
     can_amsgrad: bool = True
+    can_take_staged_moments: bool = True
     maxima_max: int = 1 << 30  # parameters that may have one
     lease_bytes_max: int = 0  # most alive at a time since it was set to 0
     reads_privately: bool = True
@@ -210,6 +211,7 @@ class FakeDaemon:
             nvme_bytes=1 << 30,
             can_maximize=self.can_maximize,
             can_amsgrad=self.can_amsgrad,
+            can_take_staged_moments=self.can_take_staged_moments,
         )
         return Session(
             Job(
@@ -699,9 +701,16 @@ class FakeDaemon:
             assert shard.master is not None
             state = optimizer.state[shard.master]
             state["step"] = torch.tensor(float(request.generation))
-            shard.keeps_maximum = bool(request.max_exp_avg_sq)
-            for name in MOMENTS:
-                data = getattr(request, name)
+            given = {name: getattr(request, name) for name in MOMENTS}
+            if request.HasField("staged_shard_id"):
+                staged = self.shards[request.staged_shard_id]
+                assert staged.spec.kind == types_pb2.SHARD_KIND_BLOB
+                assert staged.value is not None
+                names = MOMENTS if request.staged_has_maximum else MOMENTS[:2]
+                parts = staged.value.view(len(names), -1).numpy()
+                given.update(zip(names, (part.tobytes() for part in parts), strict=True))
+            shard.keeps_maximum = bool(given[MAXIMUM])
+            for name, data in given.items():
                 if not data:
                     state.pop(name, None)
                     continue

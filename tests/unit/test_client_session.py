@@ -351,6 +351,19 @@ class TestSession:
                 optimizer.load_state_dict(state)
             assert not optimizer.state_dict()["state"][0]["step"]
 
+    def test_an_older_daemon_is_sent_moments_in_several_messages(self) -> None:
+        """It would not see that they are in a blob."""
+        with FakeDaemon(can_take_staged_moments=False).session() as session:
+            model = memd_client.offload(torch.nn.Linear(400, 400, bias=False), session)
+            optimizer = memd_client.AdamW(model.parameters())
+            moments = {name: torch.rand(400, 400) for name in ("exp_avg", "exp_avg_sq")}
+            state = optimizer.state_dict()
+            state["state"] = {0: {"step": torch.tensor(3.0), **moments}}
+            optimizer.load_state_dict(state)
+            loaded = optimizer.state_dict()["state"][0]
+            for name, moment in moments.items():
+                assert torch.equal(loaded[name], moment), name
+
     def test_a_quota_without_room_for_maxima_makes_no_step_with_amsgrad(self) -> None:
         with FakeDaemon(maxima_max=0).session() as session:
             parameter = torch.nn.Parameter(torch.ones(3))

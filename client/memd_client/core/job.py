@@ -112,6 +112,7 @@ class Job:
             temporary_snapshots=snapshots,
             leases=leases,
             ranks=self._ranks,
+            can_take_staged_moments=attached.can_take_staged_moments,
         )
         staged = StagedValues(self._store, self._steps)
 

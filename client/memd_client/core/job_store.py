@@ -33,6 +33,8 @@ class JobStore:
     temporary_snapshots: TemporarySnapshots
     leases: Leases | None  # None without shared memory
     ranks: Ranks
+    # The daemon takes moments from blobs; if not, this process sends them.
+    can_take_staged_moments: bool
 
     def other_session_count(self) -> int:
         """How many other sessions are attached to the job, ranks that train it with this one not

@@ -24,7 +24,7 @@ from memd_client.base.interrupts import safe_point
 from memd_client.base.sizes import TILE_ELEMENTS, format_size
 from memd_client.connection.shard import MAXIMUM, MOMENTS, Shard, shard_spec
 from memd_client.core.leases import MODE_OVERWRITE, MODE_READ
-from memd_client.core.tensor_streams import MomentPart
+from memd_client.core.tensor_streams import MomentPart, StagedBlob
 from memd_client.errors import (
     CapacityError,
     DeadlineExceeded,
@@ -268,12 +268,21 @@ class StagedValues:
         for value in values:
             assert value.moments is not None
             assert value.target_id is not None
-            if value.name:
-                found = value.moments.split(self._lease(Shard.of(staged[value.name])))
-            else:
+            found: dict[str, torch.Tensor] = {}
+            blob: StagedBlob | None = None
+            if not value.name:
                 found = value.moments.zeros()
+            elif self._store.can_take_staged_moments:
+                # They are in the daemon, and pass no process.
+                blob = StagedBlob(staged[value.name].shard_id, value.moments.has_maximum)
+            else:
+                found = value.moments.split(self._lease(Shard.of(staged[value.name])))
             yield MomentPart(
-                value.target_id, value.moments.update_count, value.moments.element_first, found
+                value.target_id,
+                value.moments.update_count,
+                value.moments.element_first,
+                found,
+                blob,
             )
             # The lease ends before the next one begins.
             del found

@@ -33,6 +33,16 @@ class MomentPart:
     generation: int
     element_first: int  # a multiple of a tile's elements
     moments: Mapping[str, torch.Tensor]  # by their names, one-dimensional
+    staged: StagedBlob | None = None  # instead of `moments`
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBlob:
+    """A blob of the job, which the daemon reads: moments in the order of `MOMENTS`, of elements of
+    one tile."""
+
+    shard_id: int
+    has_maximum: bool
 
 
 class TensorStreams:
@@ -153,6 +163,16 @@ class TensorStreams:
         return torch.frombuffer(data, dtype=shard.dtype).view(shard.shape)
 
     def _moment_requests(self, part: MomentPart) -> Iterator[tensor_pb2.PutMomentsRequest]:
+        if part.staged is not None:
+            yield tensor_pb2.PutMomentsRequest(
+                session_id=self._session_id,
+                shard_id=part.shard_id,
+                generation=part.generation,
+                element_first=part.element_first,
+                staged_shard_id=part.staged.shard_id,
+                staged_has_maximum=part.staged.has_maximum,
+            )
+            return
         chunk_bytes = 4 * _MOMENT_CHUNK_ELEMENTS
         streams = (_chunks(moment.float(), chunk_bytes) for moment in part.moments.values())
         for index, chunks in enumerate(zip(*streams, strict=True)):

@@ -61,7 +61,7 @@ class GetMomentsResponse(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., element_first: _Optional[int] = ..., exp_avg: _Optional[bytes] = ..., exp_avg_sq: _Optional[bytes] = ..., max_exp_avg_sq: _Optional[bytes] = ...) -> None: ...
 
 class PutMomentsRequest(_message.Message):
-    __slots__ = ("session_id", "shard_id", "generation", "element_first", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    __slots__ = ("session_id", "shard_id", "generation", "element_first", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "staged_shard_id", "staged_has_maximum")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,8 @@ class PutMomentsRequest(_message.Message):
     EXP_AVG_FIELD_NUMBER: _ClassVar[int]
     EXP_AVG_SQ_FIELD_NUMBER: _ClassVar[int]
     MAX_EXP_AVG_SQ_FIELD_NUMBER: _ClassVar[int]
+    STAGED_SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGED_HAS_MAXIMUM_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     shard_id: int
     generation: int
@@ -76,7 +78,9 @@ class PutMomentsRequest(_message.Message):
     exp_avg: bytes
     exp_avg_sq: bytes
     max_exp_avg_sq: bytes
-    def __init__(self, session_id: _Optional[int] = ..., shard_id: _Optional[int] = ..., generation: _Optional[int] = ..., element_first: _Optional[int] = ..., exp_avg: _Optional[bytes] = ..., exp_avg_sq: _Optional[bytes] = ..., max_exp_avg_sq: _Optional[bytes] = ...) -> None: ...
+    staged_shard_id: int
+    staged_has_maximum: bool
+    def __init__(self, session_id: _Optional[int] = ..., shard_id: _Optional[int] = ..., generation: _Optional[int] = ..., element_first: _Optional[int] = ..., exp_avg: _Optional[bytes] = ..., exp_avg_sq: _Optional[bytes] = ..., max_exp_avg_sq: _Optional[bytes] = ..., staged_shard_id: _Optional[int] = ..., staged_has_maximum: bool = ...) -> None: ...
 
 class PutMomentsResponse(_message.Message):
     __slots__ = ()
