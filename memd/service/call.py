@@ -58,6 +58,7 @@ _READING = {
     "GetJob",
     "ListShards",
     "GetShard",
+    "GetMaximaBytes",
     "ListSnapshots",
     "ReadSnapshot",
 }

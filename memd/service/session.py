@@ -329,6 +329,13 @@ class SessionService:
         shards, page_next = wire.shard_page(self._server, session.job_id, first=request.page_first)
         return session_pb2.ListShardsResponse(shards=shards, page_next=page_next)
 
+    def GetMaximaBytes(
+        self, request: session_pb2.GetMaximaBytesRequest, call: Call
+    ) -> session_pb2.GetMaximaBytesResponse:
+        session = self._peers.session(call.peer, request.session_id)
+        count = self._server.bytes_of_maxima(session.session_id, list(request.shard_ids))
+        return session_pb2.GetMaximaBytesResponse(bytes=count)
+
     def GetShard(
         self, request: session_pb2.GetShardRequest, call: Call
     ) -> session_pb2.GetShardResponse:

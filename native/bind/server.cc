@@ -123,7 +123,7 @@ nb::tuple read_moments(Server& server,
                                .shard_id = shard_id,
                                .element_first = element_first,
                                .element_count = element_count};
-  const MomentValues values = unlocked([&] { return server.read_moments(request, timeout_s); });
+  const MomentValues values = unlocked([&] { return server.moments().read(request, timeout_s); });
   return nb::make_tuple(float_bytes(values.exp_avg),
                         float_bytes(values.exp_avg_sq),
                         float_bytes(values.max_exp_avg_sq));
@@ -145,7 +145,8 @@ void write_moments(Server& server,
                                .shard_id = shard_id,
                                .element_first = element_first,
                                .element_count = values.exp_avg.size()};
-  unlocked([&] { return server.write_moments(request, generation, std::move(values), timeout_s); });
+  unlocked(
+      [&] { return server.moments().write(request, generation, std::move(values), timeout_s); });
 }
 
 double seconds(uint64_t nanoseconds) { return static_cast<double>(nanoseconds) * 1e-9; }
@@ -797,7 +798,16 @@ void bind_state(nb::class_<Server>& server) {
            nb::kw_only(),
            "timeout_s"_a,
            "Replaces moments within one tile, and the shard's generation; durable after the next "
-           "sync or step. max_exp_avg_sq is empty where the shard keeps no maximum from here on.");
+           "sync or step. max_exp_avg_sq is empty where the shard keeps no maximum from here on.")
+      .def(
+          "bytes_of_maxima",
+          [](Server& self, uint64_t session_id, const std::vector<uint32_t>& shard_ids) {
+            return unlocked([&] { return self.moments().bytes_of_maxima(session_id, shard_ids); });
+          },
+          "session_id"_a,
+          "shard_ids"_a,
+          "Returns how many more bytes of the disk quota the job would need if all these "
+          "parameters kept a maximum. Changes nothing.");
 }
 
 /// The operator's view, and the end.

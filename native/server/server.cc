@@ -385,30 +385,6 @@ void ServiceLease::release(bool discard) {
   kept_.reset();
 }
 
-Result<MomentValues> Server::read_moments(const MomentsRequest& request, double timeout_s) {
-  return thread_->ask_for_more<MomentValues>(
-      timeout_s, "reading moments", [this, request](const auto& reply) {
-        store().operations().read_moments(request,
-                                          [reply](const Status& status, MomentValues values) {
-                                            reply(value_or(status, std::move(values)));
-                                          });
-      });
-}
-
-Status Server::write_moments(const MomentsRequest& request,
-                             uint64_t generation,
-                             MomentValues values,
-                             double timeout_s) {
-  const auto shared = std::make_shared<MomentValues>(std::move(values));
-  return status_of(thread_->ask_for_more<Nothing>(
-      timeout_s, "writing moments", [this, request, generation, shared](const auto& reply) {
-        store().operations().write_moments(
-            request, generation, std::move(*shared), [reply](const Status& status) {
-              reply(nothing(status));
-            });
-      }));
-}
-
 Result<ServerStatistics> Server::statistics() {
   return thread_->ask_reading<ServerStatistics>("counting", [this](const auto& reply) {
     ServerStatistics statistics = store().reports().statistics();

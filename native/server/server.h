@@ -13,6 +13,7 @@
 #include "base/owned_fd.h"
 #include "base/status.h"
 #include "server/engine.h"
+#include "server/moment_calls.h"
 #include "server/rank_calls.h"
 #include "server/server_thread.h"
 #include "server/snapshot_calls.h"
@@ -112,11 +113,7 @@ class Server : public std::enable_shared_from_this<Server> {
   Result<bool> delete_shard(uint64_t session_id, const std::string& name);
   Result<std::unique_ptr<ServiceLease>> lease(
       uint64_t session_id, uint32_t shard_id, Part part, LeaseMode mode, double timeout_s);
-  Result<MomentValues> read_moments(const MomentsRequest& request, double timeout_s);
-  Status write_moments(const MomentsRequest& request,
-                       uint64_t generation,
-                       MomentValues values,
-                       double timeout_s);
+  MomentCalls moments() { return MomentCalls(*thread_); }
 
   Result<ServerStatistics> statistics();
   /// Work that has been begun and is not done, the oldest first.

@@ -52,6 +52,22 @@ Result<std::vector<ShardInfo>> StoreReports::shards(uint64_t job_id,
   return infos;
 }
 
+Result<uint64_t> StoreReports::bytes_of_maxima(uint64_t session_id,
+                                               const std::vector<uint32_t>& shard_ids) const {
+  const auto owner = store_.job_of(session_id);
+  if (!owner.is_ok()) return owner.status();
+  Job& job = *owner.value();
+  std::set<uint32_t> buckets;
+  for (const uint32_t shard_id : shard_ids) {
+    if (job.shards().find_entry(shard_id, Part::gradient) == nullptr) {
+      return error(
+          StatusCode::not_found, "job ", job.name(), " has no parameter with shard id ", shard_id);
+    }
+    buckets.insert(job.shards()[shard_id].bucket);
+  }
+  return job.admission().bytes_of_maxima(buckets);
+}
+
 Result<ShardInfo> StoreReports::find_shard(uint64_t job_id, const std::string& name) const {
   Job* const job = store_.jobs.find(job_id);
   if (job == nullptr) return error(StatusCode::not_found, "there is no job with id ", job_id);

@@ -44,6 +44,10 @@ class StoreReports {
       size_t count_max = std::numeric_limits<size_t>::max()) const;
   /// not_found where the job has none of that name.
   Result<ShardInfo> find_shard(uint64_t job_id, const std::string& name) const;
+  /// How many more bytes of the disk quota the session's job would need if all of these parameters
+  /// kept maxima. Changes nothing.
+  Result<uint64_t> bytes_of_maxima(uint64_t session_id,
+                                   const std::vector<uint32_t>& shard_ids) const;
   ServerStatistics statistics() const;
   /// Work that has been begun and is not done, the oldest first.
   std::vector<Activity> in_flight() const;

@@ -238,6 +238,42 @@ TEST_F(JobLimits, a_parameter_needs_room_for_its_maximum_once_an_optimizer_wants
             2 * kStateBytes + 4 * kTileElements);
 }
 
+TEST_F(JobLimits, maxima_find_room_in_exactly_the_bytes_that_they_are_said_to_need) {
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job", 8, 15_MiB));
+  const std::vector<uint64_t> counts{kTileElements, 100, 200};
+  const auto ids = heart.declare(session,
+                                 {parameter("a", counts[0]),
+                                  parameter("b", counts[1]),
+                                  parameter("c", counts[2]),
+                                  bytes_shard("blob", 100)});
+  for (size_t i = 0; i < counts.size(); ++i) heart.write(session, ids[i], numbers(counts[i], 1));
+  ASSERT_TRUE(heart.sync(session).is_ok());
+  const auto said = [&](const std::vector<uint32_t>& shard_ids) {
+    return heart.store().reports().bytes_of_maxima(session, shard_ids);
+  };
+  EXPECT_EQ(said({}).value(), 0u);
+  EXPECT_EQ(said({ids[1]}).value(), said({ids[1], ids[2]}).value()) << "they share a bucket";
+  EXPECT_EQ(said({ids[3]}).status().code(), StatusCode::not_found) << "it is no parameter";
+  EXPECT_EQ(said({99}).status().code(), StatusCode::not_found);
+  Job& job = heart.job(session);
+  const uint64_t quota_bytes =
+      job.admission().space_needed().total() + said({ids[0], ids[1]}).value();
+  const auto write = [&](size_t i) {
+    const std::vector<float> moment(counts[i], 0.5F);
+    return heart.write_moments(
+        session, ids[i], 3, {.exp_avg = moment, .exp_avg_sq = moment, .max_exp_avg_sq = moment});
+  };
+  job.space().set_quota_bytes(quota_bytes - 1);
+  const Status first = write(0);
+  ASSERT_TRUE(first.is_ok()) << first.message();
+  EXPECT_EQ(write(1).code(), StatusCode::capacity);
+  job.space().set_quota_bytes(quota_bytes);
+  const Status second = write(1);
+  ASSERT_TRUE(second.is_ok()) << second.message();
+  EXPECT_EQ(said({ids[0], ids[1], ids[2]}).value(), 0u) << "they have it";
+}
+
 TEST_F(JobLimits, a_job_that_was_admitted_under_older_rules_trains_on_and_declares_no_more) {
   const auto train = [](Heart& heart, uint64_t session, uint32_t id, uint64_t step) {
     heart.write(session, id, numbers(kTileElements, 5), Part::gradient);

@@ -253,7 +253,7 @@ class ServerTest : public testing::Test {
   }
   /// Until stop() takes nothing more.
   void wait_for_the_end_to_begin() {
-    while (server_->read_moments({}, 0.001).status().code() != StatusCode::unavailable) {
+    while (server_->moments().read({}, 0.001).status().code() != StatusCode::unavailable) {
     }
   }
 

@@ -565,6 +565,11 @@ class FakeServer:
             maximum.clear()
         self._job(session_id).by_id(shard_id).info.generation = generation
 
+    def bytes_of_maxima(self, session_id: int, shard_ids: Sequence[int]) -> int:
+        job = self._job(session_id)
+        gaining = [job.by_id(shard_id).info.spec for shard_id in shard_ids]
+        return sum(4 * math.prod(spec.shape) for spec in gaining if not spec.keeps_maximum)
+
     def statistics(self) -> ServerStatistics:
         device = DeviceStatistics("/volume", self._nvme_bytes, self._nvme_bytes // 4)
         return ServerStatistics(

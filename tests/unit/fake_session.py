@@ -10,6 +10,7 @@ writes.
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import weakref
 from collections import Counter
@@ -621,6 +622,14 @@ class FakeDaemon:
     def list_shards(self, request: session_pb2.ListShardsRequest) -> session_pb2.ListShardsResponse:
         self.calls.append("list_shards")
         return session_pb2.ListShardsResponse(shards=[shard.message() for shard in self.shards])
+
+    def get_maxima_bytes(
+        self, request: session_pb2.GetMaximaBytesRequest
+    ) -> session_pb2.GetMaximaBytesResponse:
+        self.calls.append("get_maxima_bytes")
+        gaining = [self.shards[shard_id] for shard_id in request.shard_ids]
+        count = sum(4 * math.prod(shard.spec.shape) for shard in gaining if not shard.keeps_maximum)
+        return session_pb2.GetMaximaBytesResponse(bytes=count)
 
     def get_job(self, request: job_pb2.GetJobRequest) -> job_pb2.GetJobResponse:
         self.calls.append("get_job")

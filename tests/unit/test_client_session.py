@@ -351,6 +351,23 @@ class TestSession:
                 optimizer.load_state_dict(state)
             assert not optimizer.state_dict()["state"][0]["step"]
 
+    def test_a_daemon_that_does_not_say_what_maxima_take_gets_none(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def unknown(_: FakeDaemon, request: session_pb2.GetMaximaBytesRequest) -> Any:
+            raise memd_client.NotYet(f"no method for {request.session_id}")
+
+        monkeypatch.setattr(FakeDaemon, "get_maxima_bytes", unknown)
+        with FakeDaemon().session() as session:
+            model = memd_client.offload(torch.nn.Linear(2, 2, bias=False), session)
+            optimizer = memd_client.AdamW(model.parameters(), amsgrad=True)
+            moments = dict.fromkeys(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), torch.ones(2, 2))
+            state = optimizer.state_dict()
+            state["state"] = {0: {"step": torch.tensor(3.0), **moments}}
+            with pytest.raises(memd_client.NotYet, match=r"older than this client.*update it"):
+                optimizer.load_state_dict(state)
+            assert not optimizer.state_dict()["state"][0]["step"]
+
     def test_an_older_daemon_is_sent_moments_in_several_messages(self) -> None:
         """It would not see that they are in a blob."""
         with FakeDaemon(can_take_staged_moments=False).session() as session:

@@ -813,6 +813,27 @@ def test_moments_go_in_and_come_out(service: Service, keeps_maximum: bool) -> No
     assert {answer.generation for answer in answers} == {3}
 
 
+def test_what_maxima_need_is_asked_for_parameters_by_their_ids(service: Service) -> None:
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    specs = [
+        types_pb2.ShardSpec(
+            name=name,
+            kind=types_pb2.SHARD_KIND_PARAMETER,
+            dtype=types_pb2.D_TYPE_FLOAT32,
+            shape=[count],
+            tier=types_pb2.TIER_NVME,
+        )
+        for name, count in (("a", 5), ("b", 7), ("c", 11))
+    ]
+    declare = session_pb2.DeclareRequest(session_id=session_id, shards=specs)
+    shards = caller.call(caller.sessions.Declare, declare).shards
+    request = session_pb2.GetMaximaBytesRequest(
+        session_id=session_id, shard_ids=[shards[0].shard_id, shards[2].shard_id]
+    )
+    assert caller.call(caller.sessions.GetMaximaBytes, request).bytes == 4 * (5 + 11)
+
+
 def test_delete_names_what_was_not_there(service: Service) -> None:
     caller = service.caller()
     session_id = caller.attach().session_id

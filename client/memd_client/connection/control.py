@@ -234,6 +234,11 @@ class Control:
                 return answer
             page.page_first = response.page_next
 
+    def get_maxima_bytes(
+        self, request: session_pb2.GetMaximaBytesRequest
+    ) -> session_pb2.GetMaximaBytesResponse:
+        return self._call(self._open().sessions.GetMaximaBytes, request, _SHORT_S)
+
     def get_job(self, request: job_pb2.GetJobRequest) -> job_pb2.GetJobResponse:
         """One page of its shards."""
         return self._call(self._open().jobs.GetJob, request, _SHORT_S)

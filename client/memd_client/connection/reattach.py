@@ -383,6 +383,11 @@ class ReattachingControl:
     def list_shards(self, request: session_pb2.ListShardsRequest) -> session_pb2.ListShardsResponse:
         return self._reattach.calling(lambda: self._control.list_shards(request))
 
+    def get_maxima_bytes(
+        self, request: session_pb2.GetMaximaBytesRequest
+    ) -> session_pb2.GetMaximaBytesResponse:
+        return self._reattach.calling(lambda: self._control.get_maxima_bytes(request))
+
     def get_job(self, request: job_pb2.GetJobRequest) -> job_pb2.GetJobResponse:
         return self._reattach.calling(lambda: self._control.get_job(request))
 

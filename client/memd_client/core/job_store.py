@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from memd_client.errors import NotYet
 from memd_proto.v1 import job_pb2, session_pb2
 
 if TYPE_CHECKING:
@@ -41,6 +42,22 @@ class JobStore:
         counted."""
         answer = self.control.get_job(job_pb2.GetJobRequest(name=self.job))
         return answer.job.session_count - self.ranks.world_size
+
+    def maxima_bytes(self, shard_ids: Sequence[int]) -> int:
+        """Disk space that the job's quota must have more if these parameters get maxima. Of those
+        that have one, none.
+
+        Raises:
+            NotYet: the daemon is older than this question.
+        """
+        request = session_pb2.GetMaximaBytesRequest(session_id=self.session_id, shard_ids=shard_ids)
+        try:
+            return self.control.get_maxima_bytes(request).bytes
+        except NotYet as error:
+            raise NotYet(
+                f"job {self.job!r}: the daemon is older than this client and does not say what "
+                "maxima take, so none are loaded; update it"
+            ) from error
 
     def delete(self, names: Sequence[str]) -> None:
         """Deletes shards of these names, if there are."""

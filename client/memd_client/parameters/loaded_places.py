@@ -9,16 +9,15 @@ import torch
 
 from memd_client.base.freed_memory import passing_bytes
 from memd_client.base.overlaps import overlaps_itself
-from memd_client.connection.shard import Shard
 from memd_client.core.staged_values import StagedValue, StagedValues, staged_name
 from memd_client.errors import InvalidArgument, MemdError, retold
 from memd_client.transaction.buffers import ModuleBuffers
-from memd_client.transaction.loaded_moments import MomentPieces, maxima_bytes
-from memd_proto.v1 import types_pb2
+from memd_client.transaction.loaded_moments import MomentPieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from memd_client.connection.shard import Shard
     from memd_client.core.job import Job
     from memd_client.core.staged_values import Taking
     from memd_client.parameters.model_tensors import ModelTensor
@@ -90,24 +89,10 @@ def replace_all(
 
 def _maxima_bytes(moments: Sequence[LoadedMoments], transaction: Transaction) -> int:
     """Disk space that the job needs for maxima which it has not."""
-    if not any(each.has_maximum for each in moments):
+    parts = [part for each in moments if each.has_maximum for part in each.shard.parts]
+    if not parts:
         return 0
-    listed = [
-        each
-        for each in transaction.job.shards.list_all()
-        if each.spec.kind == types_pb2.SHARD_KIND_PARAMETER
-    ]
-    keeping = {each.shard_id for each in listed if each.spec.keeps_maximum}
-    return maxima_bytes(
-        [
-            part
-            for each in moments
-            if each.has_maximum
-            for part in each.shard.parts
-            if part.shard_id not in keeping
-        ],
-        [Shard.of(each) for each in listed],
-    )
+    return transaction.job.store.maxima_bytes([part.shard_id for part in parts])
 
 
 def _tell(moments: Sequence[LoadedMoments], transaction: Transaction) -> None:

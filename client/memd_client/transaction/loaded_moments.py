@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memd_client.base.sizes import TILE_ELEMENTS
 from memd_client.core.staged_values import StagedValue, split_moments, staged_name
 from memd_client.errors import InvalidArgument
 
@@ -17,12 +16,6 @@ if TYPE_CHECKING:
     from memd_client.base.mapped_files import FileBytes, MappedFiles
     from memd_client.connection.shard import Shard
     from memd_client.transaction.moments import MomentSet
-
-_BLOCK_BYTES = 4096
-# The disk holds a state twice, unless the job's durability is "none".
-_COPIES = 2
-# The daemon has so many tiles at most of which it writes a new state beside the old one.
-_TILES_IN_FLIGHT = 8
 
 
 class MomentBytes(Protocol):
@@ -135,33 +128,6 @@ def _parts(loaded: Iterable[LoadedMoments]) -> Iterator[tuple[LoadedMoments, Sha
         for part in each.shard.parts:
             yield each, part, begin
             begin += part.element_count
-
-
-def maxima_bytes(gaining: Sequence[Shard], parameters: Iterable[Shard]) -> int:
-    """Disk space that the job's quota must have when the parameters `gaining` get maxima: at least
-    what the daemon will ask for, which has small ones in common buckets.
-
-    Args:
-        parameters: all of the job.
-    """
-    small = [each for each in gaining if each.element_count < TILE_ELEMENTS]
-    buckets = [each.element_count for each in gaining if each.element_count >= TILE_ELEMENTS]
-    if small:
-        others = sum(
-            each.element_count + _BLOCK_BYTES
-            for each in parameters
-            if each.element_count < TILE_ELEMENTS
-        )
-        buckets.append(min(others, len(small) * TILE_ELEMENTS))
-    if not buckets:
-        return 0
-    once_bytes = sum(_tiles_bytes(count) for count in buckets)
-    return _COPIES * once_bytes + _TILES_IN_FLIGHT * _tiles_bytes(min(max(buckets), TILE_ELEMENTS))
-
-
-def _tiles_bytes(element_count: int) -> int:
-    tile_count = -(-element_count // TILE_ELEMENTS)
-    return 4 * element_count + tile_count * _BLOCK_BYTES
 
 
 def update_count_of(step: Any, *, name: str) -> int:

@@ -945,6 +945,11 @@ class Server:
         Replaces moments within one tile, and the shard's generation; durable after the next sync or step. max_exp_avg_sq is empty where the shard keeps no maximum from here on.
         """
 
+    def bytes_of_maxima(self, session_id: int, shard_ids: Sequence[int]) -> int:
+        """
+        Returns how many more bytes of the disk quota the job would need if all these parameters kept a maximum. Changes nothing.
+        """
+
     def statistics(self) -> ServerStatistics: ...
 
     @property

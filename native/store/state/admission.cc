@@ -195,12 +195,24 @@ HostNeeded Admission::host_needed(const DeclaredSpace& declared, uint64_t segmen
           .segment_bytes = segment_bytes};
 }
 
-Status Admission::make_room_for_state(const Bucket& bucket, bool with_maxima) const {
-  DeclaredSpace wanted = parts_.shards.declared();
+void Admission::add_state(DeclaredSpace& wanted, const Bucket& bucket, bool with_maxima) {
   if (!bucket.is_updated) wanted.begin_updates(bucket.dtype, bucket.element_count, bucket.tier);
   if (with_maxima && !bucket.needs_maxima)
     wanted.begin_maxima(bucket.dtype, bucket.element_count, bucket.tier);
+}
+
+Status Admission::make_room_for_state(const Bucket& bucket, bool with_maxima) const {
+  DeclaredSpace wanted = parts_.shards.declared();
+  add_state(wanted, bucket, with_maxima);
   return make_room(wanted);
+}
+
+uint64_t Admission::bytes_of_maxima(const std::set<uint32_t>& buckets) const {
+  DeclaredSpace wanted = parts_.shards.declared();
+  for (const uint32_t index : buckets) add_state(wanted, parts_.shards.bucket(index), true);
+  const uint64_t now_bytes = space_needed().total();
+  const uint64_t wanted_bytes = space_needed(wanted, parts_.space.snapshots()).total();
+  return wanted_bytes - std::min(wanted_bytes, now_bytes);
 }
 
 Status Admission::make_room(const DeclaredSpace& wanted) const {

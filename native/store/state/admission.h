@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 
 #include "base/job_weight.h"
@@ -87,6 +88,10 @@ class Admission {
   /// The same with optimizer state in `bucket`, and with maxima if asked. Tier host then has the
   /// memory for it.
   Status make_room_for_state(const Bucket& bucket, bool with_maxima) const;
+  /// How many more bytes of the disk quota the job would need with optimizer state and maxima in
+  /// all of these buckets; some may have them. make_room_for_state() asks for as many, bucket by
+  /// bucket, so blobs of this size keep the room.
+  uint64_t bytes_of_maxima(const std::set<uint32_t>& buckets) const;
   /// Whether the quotas hold the job with `wanted`. Tier host then has the memory for it.
   Status make_room(const DeclaredSpace& wanted) const;
   /// Gives tier host its memory, if the host quota holds it beside what training works in.
@@ -121,6 +126,8 @@ class Admission {
 
  private:
   uint64_t catalogue_bytes(const DeclaredSpace& declared) const;
+  /// Adds to `wanted` what the bucket has not begun: optimizer state, and maxima as well.
+  static void add_state(DeclaredSpace& wanted, const Bucket& bucket, bool with_maxima);
   /// Some extent has a tile of tier host.
   bool has_host_tier_on_disk() const;
   /// Bytes that the arena has at most beside the tier host of `declared`.

@@ -263,6 +263,20 @@ class ListShardsResponse(_message.Message):
     page_next: int
     def __init__(self, shards: _Optional[_Iterable[_Union[_types_pb2.Shard, _Mapping]]] = ..., page_next: _Optional[int] = ...) -> None: ...
 
+class GetMaximaBytesRequest(_message.Message):
+    __slots__ = ("session_id", "shard_ids")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SHARD_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    shard_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[int] = ..., shard_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetMaximaBytesResponse(_message.Message):
+    __slots__ = ("bytes",)
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
+
 class GetShardRequest(_message.Message):
     __slots__ = ("session_id", "name")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

@@ -84,6 +84,11 @@ class SessionServiceStub(object):
                 request_serializer=memd_dot_v1_dot_session__pb2.ListShardsRequest.SerializeToString,
                 response_deserializer=memd_dot_v1_dot_session__pb2.ListShardsResponse.FromString,
                 _registered_method=True)
+        self.GetMaximaBytes = channel.unary_unary(
+                '/memd.v1.SessionService/GetMaximaBytes',
+                request_serializer=memd_dot_v1_dot_session__pb2.GetMaximaBytesRequest.SerializeToString,
+                response_deserializer=memd_dot_v1_dot_session__pb2.GetMaximaBytesResponse.FromString,
+                _registered_method=True)
         self.GetShard = channel.unary_unary(
                 '/memd.v1.SessionService/GetShard',
                 request_serializer=memd_dot_v1_dot_session__pb2.GetShardRequest.SerializeToString,
@@ -168,6 +173,14 @@ class SessionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMaximaBytes(self, request, context):
+        """How many more bytes of the disk quota the job would need if all these parameters kept max_exp_avg_sq
+        (ShardSpec.keeps_maximum). Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetShard(self, request, context):
         """One shard by its name; NOT_FOUND where the job has none of it.
         """
@@ -227,6 +240,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.ListShards,
                     request_deserializer=memd_dot_v1_dot_session__pb2.ListShardsRequest.FromString,
                     response_serializer=memd_dot_v1_dot_session__pb2.ListShardsResponse.SerializeToString,
+            ),
+            'GetMaximaBytes': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMaximaBytes,
+                    request_deserializer=memd_dot_v1_dot_session__pb2.GetMaximaBytesRequest.FromString,
+                    response_serializer=memd_dot_v1_dot_session__pb2.GetMaximaBytesResponse.SerializeToString,
             ),
             'GetShard': grpc.unary_unary_rpc_method_handler(
                     servicer.GetShard,
@@ -504,6 +522,33 @@ class SessionService(object):
             '/memd.v1.SessionService/ListShards',
             memd_dot_v1_dot_session__pb2.ListShardsRequest.SerializeToString,
             memd_dot_v1_dot_session__pb2.ListShardsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMaximaBytes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/memd.v1.SessionService/GetMaximaBytes',
+            memd_dot_v1_dot_session__pb2.GetMaximaBytesRequest.SerializeToString,
+            memd_dot_v1_dot_session__pb2.GetMaximaBytesResponse.FromString,
             options,
             channel_credentials,
             insecure,
