@@ -496,6 +496,37 @@ def test_a_load_that_breaks_off_beside_a_commit_changes_nothing(
         assert_same(model.state_dict(), layers(1).state_dict())
 
 
+@pytest.mark.parametrize(("host_bytes", "is_copied"), [("40MiB", False), ("24MiB", True)])
+def test_values_move_without_a_copy_where_host_memory_holds_them_twice(
+    daemon: Daemon,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    host_bytes: str,
+    *,
+    is_copied: bool,
+) -> None:
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Linear(1024, 1024, bias=False)  # 4 MiB
+
+    path = saved(build(1), tmp_path / "a.safetensors")
+    with fresh(daemon, f"beside-{is_copied}", host_bytes=host_bytes) as session:
+        model = memd_client.offload(build(0), session)
+        write = Residency.write
+        held: list[int] = []
+
+        def noted(residency: Residency, value: torch.Tensor) -> None:
+            # The turn, and the blob whose bytes these are.
+            held.append(session.statistics().leases_held)
+            write(residency, value)
+
+        monkeypatch.setattr(Residency, "write", noted)
+        memd_client.load_safetensors(model, path, session)
+        assert held == [1 if is_copied else 2]
+        assert_same(model.state_dict(), build(1).state_dict())
+        assert session.statistics().leases_held == 0
+
+
 def test_a_quota_without_room_for_both_values_is_named_and_nothing_changes(
     daemon: Daemon, tmp_path: Path
 ) -> None:

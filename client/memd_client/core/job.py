@@ -106,6 +106,7 @@ class Job:
         self._store = JobStore(
             job=name,
             session_id=attached.session_id,
+            host_bytes=attached.host_bytes,
             control=control,
             shards=self._shards,
             streams=self._streams,

@@ -28,6 +28,7 @@ class JobStore:
 
     job: str
     session_id: int
+    host_bytes: int  # the job's quota
     control: ControlPlane
     shards: ShardRegistry
     streams: TensorStreams

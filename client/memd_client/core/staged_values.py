@@ -57,6 +57,9 @@ _ROOM_BYTES = 1 << 20  # of one: it must fit into the job's host memory
 # So many bytes of values one commit moves to their shards; the extents of the old ones are free
 # then.
 _COMMIT_BYTES = 64 << 20
+# A value of this part of the job's host memory, or less, moves without a copy: the memory holds it
+# twice beside what the daemon keeps for tiles.
+_BESIDE = 8
 # After so many staged bytes the disk begins to take them, while others are staged. A commit costs
 # two flushes of the disk, and more bytes wait longer in memory.
 _BEHIND_BYTES = 64 << 20
@@ -248,10 +251,8 @@ class StagedValues:
             for part in _parts(values):
                 for value in (value for value in part if value.moments is None):
                     target = value.target_id
-                    # A copy: host memory need not hold the shard beside it.
-                    data = self._lease(Shard.of(staged[value.name])).clone()
-                    take(value, Shard.of(listed[target]) if target is not None else None, data)
-                    del data
+                    shard = Shard.of(listed[target]) if target is not None else None
+                    self._move(take, value, shard, Shard.of(staged[value.name]))
                 moments = [value for value in part if value.moments is not None]
                 if moments:
                     self._store.streams.put_moments(partial(self._moments_of, moments, staged))
@@ -261,6 +262,19 @@ class StagedValues:
             _log.info("job %r: %d loaded values are in place", self._job, len(values))
         if staged:
             self._forget()
+
+    def _move(self, take: Taking, value: StagedValue, shard: Shard | None, blob: Shard) -> None:
+        """Gives `take` the bytes where they are staged, or a copy of them if host memory may not
+        hold the shard beside them."""
+        if value.size_bytes <= self._store.host_bytes // _BESIDE:
+            try:
+                take(value, shard, self._lease(blob))
+            except CapacityError as error:
+                # Tier host may leave less. The lease of the blob ends.
+                clear_frames(error.__traceback__)
+            else:
+                return
+        take(value, shard, self._lease(blob).clone())
 
     def _moments_of(
         self, values: Sequence[StagedValue], staged: dict[str, types_pb2.Shard]
