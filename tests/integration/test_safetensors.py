@@ -18,11 +18,13 @@ from torch import nn
 from torch.nn import functional
 
 import memd_client
+from memd_client.base.mapped_files import FileBytes
 from memd_client.checkpoints.checkpoint_files import CheckpointFile
 from memd_client.connection.reattach import ReattachingControl
 from memd_client.core import staged_values
 from memd_client.core.job_store import JobStore
 from memd_client.core.staged_values import StagedValues
+from memd_client.integrations.load_tensors import load_tensors
 from memd_client.parameters.away import ParameterBytes
 from memd_client.parameters.residency import Residency
 from memd_proto.v1 import job_pb2
@@ -467,6 +469,28 @@ def test_the_disk_takes_what_is_staged_while_more_is_read(
         assert events == ["read", "read", "begun", "read", "read", "begun", "read"]
         assert_same(model.state_dict(), layers(1).state_dict())
         assert staged_names(session) == []
+
+
+def test_a_state_of_a_mapped_file_is_read_from_it(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the integrations load the files of their libraries."""
+    torch.save(layers(1).state_dict(), tmp_path / "a.pt")
+    state = torch.load(tmp_path / "a.pt", mmap=True)
+    state["4.weight"] = state["4.weight"].double()  # in memory, and of another dtype
+    read = FileBytes.read
+    reads: list[int] = []
+
+    def noted(source: FileBytes, into: memoryview) -> bool:
+        reads.append(len(into))
+        return read(source, into)
+
+    monkeypatch.setattr(FileBytes, "read", noted)
+    with fresh(daemon, "mapped-state") as session:
+        model = memd_client.offload(layers(0), session)
+        load_tensors(model, state, session, what="load")
+        assert reads == [4 << 20] * 4
+        assert_same(model.state_dict(), layers(1).state_dict())
 
 
 def test_a_load_that_breaks_off_beside_a_commit_changes_nothing(

@@ -11,6 +11,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from memd_client.base.dynamo import untraced
 from memd_client.base.interrupts import call_user, defer_interrupts, safe_point
+from memd_client.base.mapped_files import MappedFiles
 from memd_client.checkpoints.checkpoint_files import listed
 from memd_client.errors import InvalidArgument
 from memd_client.parameters.loaded_places import replace_all
@@ -54,14 +55,29 @@ def load_tensors(
         return
     pairs = _matched(model_tensors(model), tensors, what=what, strict=strict)
     refuse_copies(model, [target for target, _ in pairs])
+    files = MappedFiles()
 
     def fill(index: int, into: torch.Tensor) -> None:
         safe_point()
         target, value = pairs[index]
         into[target.size_bytes :].zero_()
-        into[: target.size_bytes].view(target.dtype).view(target.shape).copy_(value)
+        whole = into[: target.size_bytes]
+        source = files.find(value) if _lies_as_wanted(value, target) else None
+        if source is None or not source.read(whole.numpy().data):
+            whole.view(target.dtype).view(target.shape).copy_(value)
 
     replace_all([target for target, _ in pairs], fill, transaction=session.transaction, what=what)
+
+
+def _lies_as_wanted(value: torch.Tensor, target: ModelTensor) -> bool:
+    """Whether memory has the elements as the target will."""
+    return (
+        type(value) in (torch.Tensor, nn.Parameter)
+        and value.is_cpu
+        and value.dtype == target.dtype
+        and value.is_contiguous()
+        and value.numel() > 0
+    )
 
 
 def loads_in_its_own_way(model: nn.Module) -> bool:
