@@ -85,28 +85,30 @@ class TensorService:
         """Durable when it returns, but not whole or nothing: each message takes effect when it
         arrives, since the moments of one parameter may be larger than the host pool. Of a stream
         that breaks off, the elements that had arrived stay changed, and the job's next commit makes
-        them durable; the same call made again, to its end, replaces them all."""
+        them durable; the same call made again, to its end, replaces them all.
+
+        If all come from blobs, the caller syncs: one commit has them, and the blobs no more."""
         session: Session | None = None
+        carries_bytes = False
         for request in requests:
             session = self._peers.session(call.peer, request.session_id)
-            exp_avg, exp_avg_sq, max_exp_avg_sq = (
-                self._staged_moments(session, request, call)
-                if request.HasField("staged_shard_id")
-                else (request.exp_avg, request.exp_avg_sq, request.max_exp_avg_sq)
-            )
+            if request.HasField("staged_shard_id"):
+                moments = self._staged_moments(session, request, call)
+            else:
+                moments = (request.exp_avg, request.exp_avg_sq, request.max_exp_avg_sq)
+                carries_bytes = True
             self._server.write_moments(
                 session.session_id,
                 request.shard_id,
                 request.generation,
                 request.element_first,
-                exp_avg,
-                exp_avg_sq,
-                max_exp_avg_sq,
+                *moments,
                 timeout_s=call.timeout_s(),
             )
         if session is None:
             raise _empty_stream()
-        self._server.sync(session.session_id, timeout_s=call.timeout_s())
+        if carries_bytes:
+            self._server.sync(session.session_id, timeout_s=call.timeout_s())
         return tensor_pb2.PutMomentsResponse()
 
     def _staged_moments(

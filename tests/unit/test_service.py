@@ -813,6 +813,36 @@ def test_moments_go_in_and_come_out(service: Service, keeps_maximum: bool) -> No
     assert {answer.generation for answer in answers} == {3}
 
 
+def test_moments_of_blobs_are_durable_with_the_sync_that_drops_the_blobs(
+    service: Service,
+) -> None:
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    spec = types_pb2.ShardSpec(
+        name="w",
+        kind=types_pb2.SHARD_KIND_PARAMETER,
+        dtype=types_pb2.D_TYPE_FLOAT32,
+        shape=[6],
+        tier=types_pb2.TIER_NVME,
+    )
+    declare = session_pb2.DeclareRequest(
+        session_id=session_id, shards=[spec, blob("staged", 2 * 24)]
+    )
+    shard, staged = caller.call(caller.sessions.Declare, declare).shards
+    first, second = os.urandom(24), os.urandom(24)
+    caller.put(session_id, blob("staged", 2 * 24), [first, second])
+    request = tensor_pb2.PutMomentsRequest(
+        session_id=session_id, shard_id=shard.shard_id, staged_shard_id=staged.shard_id
+    )
+    leases_ended = service.server.leases_ended
+    caller.call(caller.tensors.PutMoments, iter([request]))
+    assert service.server.calls["sync"] == 0
+    assert service.server.leases_ended == leases_ended + 1
+    look = tensor_pb2.GetMomentsRequest(session_id=session_id, shard_id=shard.shard_id)
+    (answer,) = caller.call(caller.tensors.GetMoments, look)
+    assert (answer.exp_avg, answer.exp_avg_sq) == (first, second)
+
+
 def test_what_maxima_need_is_asked_for_parameters_by_their_ids(service: Service) -> None:
     caller = service.caller()
     session_id = caller.attach().session_id

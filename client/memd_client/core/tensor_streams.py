@@ -78,9 +78,10 @@ class TensorStreams:
         return self._moments_of_parts(shard)
 
     def put_moments(self, parts: Callable[[], Iterable[MomentPart]]) -> None:
-        """Replaces moments and numbers of updates. They are durable when it returns, and not whole
-        or nothing: if it raises, those of some parts may be there. `parts` is called again if the
-        stream begins again, and what it raises is raised here.
+        """Replaces moments and numbers of updates. They are durable when it returns, or with the
+        next sync if all are in blobs, and not whole or nothing: if it raises, those of some parts
+        may be there. `parts` is called again if the stream begins again, and what it raises is
+        raised here.
         """
         self._retrying.calling(lambda: self._put_moments(parts))
 

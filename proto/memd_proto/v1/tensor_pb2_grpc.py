@@ -82,8 +82,8 @@ class TensorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PutMoments(self, request_iterator, context):
-        """Replaces moments and generation; durable when it returns. A stream that breaks off leaves the
-        elements that had arrived replaced; the same call made again to its end replaces all.
+        """Replaces moments and generation; durable when it returns, or with the next Sync if all messages name blobs. A stream
+        that breaks off leaves the elements that had arrived replaced; the same call made again to its end replaces all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
