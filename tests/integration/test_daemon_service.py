@@ -149,12 +149,17 @@ def test_moments_are_zeros_until_they_are_put(client: Attached, session_id: int)
 
 
 def parameter(client: Attached, session_id: int, name: str, element_count: int) -> int:
-    """Its shard id."""
+    """Puts zeros, and returns the shard id."""
     spec = spec_of(name, element_count)
     spec.kind = types_pb2.SHARD_KIND_PARAMETER
     spec.dtype = types_pb2.D_TYPE_FLOAT32
-    request = session_pb2.DeclareRequest(session_id=session_id, shards=[spec])
-    shard_id: int = client.call(client.sessions.Declare, request).shards[0].shard_id
+
+    def requests() -> Iterator[tensor_pb2.PutRequest]:
+        yield tensor_pb2.PutRequest(session_id=session_id, spec=spec)
+        for chunk in chunks_of(bytes(4 * element_count)):
+            yield tensor_pb2.PutRequest(data=chunk)
+
+    shard_id: int = client.call(client.tensors.Put, requests()).shard.shard_id
     return shard_id
 
 
