@@ -99,8 +99,6 @@ def _round(
     address: str, device: torch.device, size: int, limit: _PlainCopies, compute: _Compute
 ) -> _Times:
     with _arena_copies(address, device, size) as arena:
-        unregistered_in = _seconds(arena.copy_in)
-        unregistered_out = _seconds(arena.copy_out)
         arena.register()
         for copies in (limit, arena):
             for _ in range(_WARM_RUNS):
@@ -115,10 +113,12 @@ def _round(
             arena.both()
             compute.start()
 
+        together_seconds = _seconds(together)
+        arena.unregister()
         return _Times(
             registration=arena.registration_seconds,
-            unregistered_in=unregistered_in,
-            unregistered_out=unregistered_out,
+            unregistered_in=_seconds(arena.copy_in),
+            unregistered_out=_seconds(arena.copy_out),
             plain_in=plain_in,
             arena_in=arena_in,
             plain_out=plain_out,
@@ -126,7 +126,7 @@ def _round(
             plain_both=plain_both,
             arena_both=arena_both,
             compute=alone,
-            together=_seconds(together),
+            together=together_seconds,
         )
 
 
@@ -184,10 +184,17 @@ class _ArenaCopies(_Copies):
         super().__init__(device, *(self._shown(part, _HOST) for part in (leases, slots)))
 
     def register(self) -> None:
+        """As a session does it, before most pages are mapped in this process."""
         start = perf_counter()
         for part in (self._sources, self._targets):
             self._shown(part, self._device)
-        self._registration_seconds = perf_counter() - start
+        seconds = perf_counter() - start
+        registered_bytes = self._registration.registered_bytes
+        if registered_bytes:
+            self._registration_seconds = seconds * (1 << 30) / registered_bytes
+
+    def unregister(self) -> None:
+        self._registration.close()
 
     def _shown(self, leases: list[Tensor], device: torch.device) -> list[Tensor]:
         return [self._registration.host(each, device) for each in leases]
@@ -195,8 +202,7 @@ class _ArenaCopies(_Copies):
     @property
     def registration_seconds(self) -> float:
         """For a GiB; 0 if nothing was registered."""
-        registered = self._registration.registered_bytes
-        return self._registration_seconds * (1 << 30) / registered if registered else 0.0
+        return self._registration_seconds
 
     def _copy(self, to: Tensor, source: Tensor) -> None:
         self._registration.copy(to, source)
