@@ -127,15 +127,18 @@ def has_begun(process: subprocess.Popen[str]) -> bool:
     return process.stdout.readline() == "begun\n"
 
 
-def kill_commands(daemon: Daemon, folder: Path, *, count: int, seed: int) -> Counter[str]:
+def kill_commands(
+    daemon: Daemon, folder: Path, *, count: int, seed: int, file_format: str = "safetensors"
+) -> Counter[str]:
     """Kills the command at random moments, whose successor goes on. Returns how many left what."""
-    export(daemon, folder / "whole")
+    form = ("--format", file_format)
+    export(daemon, folder / "whole", *form)
     wanted = bytes_of(folder / "whole")
     moments = random.Random(seed)
     path = folder / "out"
     seen: Counter[str] = Counter()
     for _ in range(count):
-        with begun(daemon, path, pace_s=PACE_S) as process:
+        with begun(daemon, path, *form, pace_s=PACE_S) as process:
             assert has_begun(process), process.communicate()
             time.sleep(moments.uniform(0, MOMENTS_S_MAX))
             process.kill()
@@ -146,22 +149,25 @@ def kill_commands(daemon: Daemon, folder: Path, *, count: int, seed: int) -> Cou
         seen["whole"] += 1
         assert bytes_of(path) == wanted
         shutil.rmtree(path)
-    export(daemon, path)
+    export(daemon, path, *form)
     assert bytes_of(path) == wanted
     assert not partial_of(path).exists()
     return seen
 
 
-def kill_daemons(restarts: Restarts, folder: Path, *, count: int, seed: int) -> Counter[str]:
+def kill_daemons(
+    restarts: Restarts, folder: Path, *, count: int, seed: int, file_format: str = "safetensors"
+) -> Counter[str]:
     """Kills the daemon at random moments of a command, which waits for the next one."""
+    form = ("--format", file_format)
     make_job(restarts.daemon, blobs=LARGE_BLOBS)
-    export(restarts.daemon, folder / "whole")
+    export(restarts.daemon, folder / "whole", *form)
     wanted = bytes_of(folder / "whole")
     moments = random.Random(seed)
     path = folder / "out"
     seen: Counter[str] = Counter()
     for _ in range(count):
-        with begun(restarts.daemon, path, pace_s=PACE_S) as process:
+        with begun(restarts.daemon, path, *form, pace_s=PACE_S) as process:
             assert has_begun(process), process.communicate()
             time.sleep(moments.uniform(0, LARGE_MOMENTS_S_MAX))
             restarts.kill()

@@ -14,6 +14,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ JOB = "killed-checkpoint"
 OLD, NEW = 1, 2
 # Two digits: the writer of the values, and the writer of the moments.
 ALL_OLD = 11
+AT_STEP_2 = 29  # what a step has made of moments is no writer's
 ALL_NEW = {"load": 21, "state": 12, "dcp-load": 22}
 
 
@@ -152,15 +154,15 @@ def begin(seed: int) -> int:
     with connect(fresh=True) as session:
         model = memd_client.offload(Model(seed), session)
         optimizer = memd_client.AdamW(model.parameters(), lr=0.0)
-        for parameter in model.parameters():
-            parameter.float().sum().backward()
-        optimizer.step()
+        make_step(model, optimizer)
         optimizer.load_state_dict({**optimizer.state_dict(), "state": moments_of(seed)})
         return session.committed_step
 
 
 def look() -> int:
     with connect() as session:
+        if session.committed_step == 2:
+            return _look_at_step_2(session)
         if session.committed_step != 1:
             return 50
         model = memd_client.offload(Model(3), session)
@@ -170,6 +172,12 @@ def look() -> int:
             return 51
         states = optimizer.state_dict()["state"]
         return 10 * seed_of(model.state_dict()) + seed_of_moments(states)
+
+
+def _look_at_step_2(session: memd_client.Session) -> int:
+    """A step has changed the moments, and nothing else."""
+    model = memd_client.offload(Model(3), session)
+    return AT_STEP_2 if seed_of(model.state_dict()) == NEW else 52
 
 
 def kill_in_memd(at: int) -> Killing:
@@ -223,6 +231,29 @@ def save_all(path: Path, at: int = 0, *, begins: Callable[[], None] = nobody) ->
     state_dict_saver.save(state, storage_writer=memd_client.checkpoint.Writer(path))
     session.close()
     return 0
+
+
+def save_while_training(path: Path, *, begins: Callable[[], None] = nobody) -> int:
+    """All of the job at step 1, while it makes step 2."""
+    session = connect()
+    model = memd_client.offload(Model(3), session)
+    optimizer = memd_client.AdamW(model.parameters(), lr=0.0)
+    state = everything(model, optimizer)
+    begins()
+    writer = memd_client.checkpoint.Writer(path)
+    future = state_dict_saver.async_save(state, storage_writer=writer)
+    assert isinstance(future, Future)
+    make_step(model, optimizer)
+    future.result()
+    session.close()
+    return 0
+
+
+def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Changes the moments and no value."""
+    for parameter in model.parameters():
+        parameter.float().sum().backward()
+    optimizer.step()
 
 
 def written_all(path: Path) -> int:

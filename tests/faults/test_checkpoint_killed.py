@@ -101,7 +101,7 @@ def test_a_killed_save_of_a_library_leaves_the_earlier_checkpoint_or_the_new_one
 
 @pytest.mark.more
 @pytest.mark.parametrize("killed", ["trainer", "daemon"])
-@pytest.mark.parametrize("what", ["save", "dcp-save", "load", "dcp-load", "state"])
+@pytest.mark.parametrize("what", ["save", "dcp-save", "async-save", "load", "dcp-load", "state"])
 def test_ten_kills_at_random_moments_leave_all_of_it_or_nothing(
     tmp_path: Path, what: str, killed: str
 ) -> None:

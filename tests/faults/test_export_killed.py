@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(300)
 
-COUNTS = [3, pytest.param(10, marks=pytest.mark.more)]
+KILLS = [
+    ("safetensors", 3),
+    *(pytest.param(name, 10, marks=pytest.mark.more) for name in ("safetensors", "dcp")),
+]
 
 
 @pytest.fixture
@@ -99,19 +102,19 @@ def test_a_part_that_cannot_be_gone_on_with_is_begun_anew(
     assert bytes_of(path) == bytes_of(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("file_format", "count"), KILLS)
 def test_a_killed_command_leaves_the_folder_whole_or_absent(
-    job: Daemon, tmp_path: Path, count: int
+    job: Daemon, tmp_path: Path, file_format: str, count: int
 ) -> None:
-    seen = kill_commands(job, tmp_path, count=count, seed=7)
+    seen = kill_commands(job, tmp_path, count=count, seed=7, file_format=file_format)
     assert seen["absent"] > 0
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("file_format", "count"), KILLS)
 def test_a_command_waits_for_the_next_daemon_and_goes_on(
-    restarts: Restarts, tmp_path: Path, count: int
+    restarts: Restarts, tmp_path: Path, file_format: str, count: int
 ) -> None:
-    seen = kill_daemons(restarts, tmp_path, count=count, seed=8)
+    seen = kill_daemons(restarts, tmp_path, count=count, seed=8, file_format=file_format)
     assert seen["waited"] > 0
 
 

@@ -1,12 +1,12 @@
 """kill -9 of the trainer or of the daemon, at random moments of a save or a load of a checkpoint.
 
 The job is at its commit, with all values and moments of before or all new ones; a folder has the
-earlier checkpoint or the new one; one of several safetensors files may have no index. A trainer
-whose daemon is killed goes on, unless the daemon's
-memory is lost too, as it is in one kill of three.
+earlier checkpoint or the new one; one of several safetensors files may have no index. Beside
+`dcp.async_save` the job makes a step, which is made or not. A trainer whose daemon is killed goes
+on, unless the daemon's memory is lost too, as it is in one kill of three.
 
-Run: python -m tests.soak.checkpoint_kills --what save|dcp-save|load|dcp-load|state --killed
-trainer|daemon --count 10 [--seed N] [--json FILE]
+Run: python -m tests.soak.checkpoint_kills --what save|dcp-save|async-save|load|dcp-load|state
+--killed trainer|daemon --count 10 [--seed N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -31,20 +31,23 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import memd_client
+from memd.client import DaemonClient
 from tests.daemons import daemons
 from tests.faults.killed_checkpoint import (
     ALL_NEW,
     ALL_OLD,
+    AT_STEP_2,
+    JOB,
     NEW,
     OLD,
     begin,
     in_child,
     load,
     look,
-    nobody,
     prepared,
     save_all,
     save_values,
+    save_while_training,
     written,
     written_all,
 )
@@ -56,7 +59,7 @@ if TYPE_CHECKING:
 # A trainer that goes on with another daemon takes a second or two.
 PATIENCE_S = 90.0
 FENCED = 3
-SAVES = ("save", "dcp-save")
+SAVES = {"save": save_values, "dcp-save": save_all, "async-save": save_while_training}
 _NO_INDEX = -1
 
 
@@ -71,6 +74,7 @@ class Outcome:
     came_through: int  # trainers that ended by themselves
     fenced: int
     no_index: int  # of the old ones: files whose index is gone
+    stepped: int  # of the jobs that were saved while they train: whose step was made
     seconds: float
 
 
@@ -138,22 +142,18 @@ class Kills:
         self._prepare()
         # The first calls of a daemon take longer.
         self._seconds = min(self._undisturbed() for _ in range(3))
+        self.seen.clear()
 
     def _prepare(self) -> None:
         if self._what in SAVES:
-            save = self._save
             for seed in (OLD, NEW):
                 self._begin(seed)
-                if in_child(partial(save, self._folder / str(seed))) != 0:
+                if in_child(partial(SAVES[self._what], self._folder / str(seed))) != 0:
                     raise Failure("the first save")
+            self._begin(NEW)
         else:
             self._source = prepared(self._folder, self._what)
             self._begin(OLD)
-
-    def _save(self, path: Path, begins: Callable[[], None] = nobody) -> int:
-        if self._what == "save":
-            return save_values(path, begins=begins)
-        return save_all(path, begins=begins)
 
     def _begin(self, seed: int) -> None:
         if in_child(lambda: begin(seed)) != 1:
@@ -163,7 +163,8 @@ class Kills:
         if self._what in SAVES:
             shutil.rmtree(self._both, ignore_errors=True)
             shutil.copytree(self._folder / str(OLD), self._both)
-            return Trainer(lambda begins: self._save(self._both, begins))
+            save = SAVES[self._what]
+            return Trainer(lambda begins: save(self._both, begins=begins))
         return Trainer(lambda begins: load(self._what, self._source, begins=begins))
 
     def _undisturbed(self) -> float:
@@ -207,7 +208,10 @@ class Kills:
         """Whether the call was made; the job is as before afterwards."""
         found = in_child(look)
         if self._what in SAVES:
-            if found != ALL_NEW["dcp-load"]:
+            if self._what == "async-save" and found == AT_STEP_2:
+                self.seen["stepped"] += 1
+                self._begin(NEW)
+            elif found != ALL_NEW["dcp-load"]:
                 raise Failure(f"a save has changed the job: {found}")
             if self._what == "save":
                 return self._look_at_values()
@@ -220,6 +224,15 @@ class Kills:
         if found != ALL_OLD:
             self._begin(OLD)
         return found != ALL_OLD
+
+    def finish(self) -> None:
+        """No snapshot of a killed save stays."""
+        if in_child(look) not in (ALL_OLD, ALL_NEW["dcp-load"]):  # it has the job for itself
+            raise Failure("the last look at the job")
+        with DaemonClient(self._restarts.daemon.attach_socket) as client:
+            left = client.snapshots(JOB)
+        if left:
+            raise Failure(f"snapshots are left: {left}")
 
     def _look_at_values(self) -> bool:
         found = written(self._both)
@@ -242,6 +255,7 @@ def run(what: str, killed: str, count: int, seed: int) -> Outcome:
                 raise Failure(f"kill {number} of seed {seed}: {error}") from error
             if sys.stderr.isatty():
                 print(f"\r{number + 1} of {count} kills", end="", file=sys.stderr)
+        kills.finish()
         restarts.settle().stop()
     return Outcome(
         what=what,
@@ -253,6 +267,7 @@ def run(what: str, killed: str, count: int, seed: int) -> Outcome:
         came_through=kills.seen["came_through"],
         fenced=kills.seen["fenced"],
         no_index=kills.seen["no_index"],
+        stepped=kills.seen["stepped"],
         seconds=round(time.monotonic() - began, 1),
     )
 

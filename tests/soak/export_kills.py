@@ -3,7 +3,8 @@
 The folder is whole or absent. The next command goes on with what is there, and one whose daemon is
 killed waits for the next daemon.
 
-Run: python -m tests.soak.export_kills --killed command|daemon --count 10 [--seed N] [--json FILE]
+Run: python -m tests.soak.export_kills --killed command|daemon [--format safetensors|dcp] --count 10
+[--seed N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.faults.restarts import Restarts
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--killed", choices=("command", "daemon"), required=True)
+    parser.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors")
     parser.add_argument("--count", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -30,7 +32,7 @@ def main() -> int:
     started = time.monotonic()
     with daemons() as made, tempfile.TemporaryDirectory(prefix="memd-") as folder:
         restarts = Restarts(made, "exports", made.start(name="exports"))
-        given = {"count": arguments.count, "seed": arguments.seed}
+        given = {"count": arguments.count, "seed": arguments.seed, "file_format": arguments.format}
         if arguments.killed == "command":
             make_job(restarts.daemon)
             seen = kill_commands(restarts.daemon, Path(folder), **given)

@@ -88,7 +88,7 @@ PARTS = (
             100,
             ("--what", what, "--killed", killed),
         )
-        for what in ("save", "dcp-save", "load", "dcp-load", "state")
+        for what in ("save", "dcp-save", "async-save", "load", "dcp-load", "state")
         for killed in ("trainer", "daemon")
     ),
     *(
@@ -104,12 +104,13 @@ PARTS = (
     ),
     *(
         Part(
-            f"kill-{killed}-export",
+            f"kill-{killed}-export-{file_format}",
             python("tests.soak.export_kills"),
             "--count",
             100,
-            ("--killed", killed),
+            ("--killed", killed, "--format", file_format),
         )
+        for file_format in ("safetensors", "dcp")
         for killed in ("command", "daemon")
     ),
     Part("killed-clients", python("tests.soak.lease_kills"), "--count", 1000),
