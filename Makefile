@@ -28,6 +28,9 @@ IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 SANITIZERS := address thread
 NATIVE_SOURCES = $(wildcard native/*/*.h native/*/*.cc native/store/*/*.h native/store/*/*.cc tests/native/*.h tests/native/*.cc \
   tests/native/*/*.h tests/native/*/*.cc tests/device/native/*.h tests/device/native/*.cc)
+# A file of tests stays in one of the two processes, and so does the daemon that its tests share.
+# passive: torch's threads that spin for the next operation take the processors from the other process.
+TWO_PYTESTS := OMP_WAIT_POLICY=passive python -m pytest -n 2 --dist loadfile
 # In a process of their own: they install a device. Not where PYTEST_ARGS names files. 5: selects none.
 DEVICE_TESTS = $(if $(findstring tests/,$(PYTEST_ARGS)),true,$(IN_VENV) python -m pytest tests/device)
 
@@ -43,7 +46,7 @@ test:
 	@started=$$SECONDS; \
 	ctest --test-dir build/release --output-on-failure --no-tests=error -j 2; \
 	ctest --test-dir build/faults --label-exclude more --output-on-failure --no-tests=error -j 2; \
-	$(IN_VENV) python -m pytest -m "not more" $(PYTEST_ARGS); \
+	$(IN_VENV) $(TWO_PYTESTS) -m "not more" $(PYTEST_ARGS); \
 	$(DEVICE_TESTS) -m "not more" $(PYTEST_ARGS) || (($$? == 5)); \
 	echo "make test: $$((SECONDS - started)) s after set-up"
 

@@ -14,7 +14,6 @@ from memd.bench.machine import file_system
 from memd.cli import main
 
 # The temporary folder may lie in memory.
-BUILD = Path(__file__).parents[2] / "build"
 
 
 def run(*arguments: str, code: int = 0) -> str:
@@ -90,16 +89,25 @@ def test_hash_stands_beside_reading_with_and_without_wide_instructions() -> None
     assert told["settings"] == {"bytes": 2 << 20}
 
 
-def test_io_measures_rate_and_cpu_of_reads_writes_and_both() -> None:
-    BUILD.mkdir(exist_ok=True)
-    arguments = ("io", "--data", str(BUILD), "--size", "8MiB", "--block", "1MiB", "--depth", "2")
+def test_io_measures_rate_and_cpu_of_reads_writes_and_both(disk_path: Path) -> None:
+    arguments = (
+        "io",
+        "--data",
+        str(disk_path),
+        "--size",
+        "8MiB",
+        "--block",
+        "1MiB",
+        "--depth",
+        "2",
+    )
     told = json.loads(run(*arguments, "--seconds", "0.02", "--rounds", "2", "--json"))
     names = [figure["name"] for figure in told["figures"]]
     assert names[::2] == ["read", "write", "mixed"]
     assert all(name.endswith("bytes for CPU time") for name in names[1::2])
     assert all(min(figure["runs"]) > 0 for figure in told["figures"])
     assert told["settings"]["block_bytes"] == 1 << 20
-    assert not (BUILD / "memd.bench").exists()
+    assert list(disk_path.iterdir()) == []
 
 
 def test_a_time_is_the_better_the_less_it_is() -> None:
@@ -115,9 +123,8 @@ def test_a_time_is_the_better_the_less_it_is() -> None:
     assert figure.record()["less_is_better"] is True
 
 
-def test_lease_measures_each_way_beside_its_limit() -> None:
-    BUILD.mkdir(exist_ok=True)
-    arguments = ("lease", "--data", str(BUILD), "--leases", "200", "--rounds", "2", "--json")
+def test_lease_measures_each_way_beside_its_limit(disk_path: Path) -> None:
+    arguments = ("lease", "--data", str(disk_path), "--leases", "200", "--rounds", "2", "--json")
     told = json.loads(run(*arguments))
     assert [figure["name"] for figure in told["figures"]] == [
         f"{name}, {quantile}"
@@ -133,7 +140,7 @@ def test_lease_measures_each_way_beside_its_limit() -> None:
         assert figure["value"] > 0
         assert figure["limit"] > 0
     assert told["settings"] == {"leases": 200}
-    assert not list(BUILD.glob("memd-bench-*"))
+    assert list(disk_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -151,18 +158,18 @@ def test_wrong_use_says_what_is_wrong(arguments: tuple[str, ...], told: str) -> 
     assert told in run(*arguments, code=2)
 
 
-def test_what_the_disk_refuses_is_a_failure_with_its_reason() -> None:
+def test_what_the_disk_refuses_is_a_failure_with_its_reason(disk_path: Path) -> None:
     # A file of more than any disk here.
-    output = run("io", "--data", str(BUILD), "--size", "1024TiB", code=1)
+    output = run("io", "--data", str(disk_path), "--size", "1024TiB", code=1)
     assert "reserving" in output
-    assert not (BUILD / "memd.bench").exists()
+    assert list(disk_path.iterdir()) == []
 
 
 def test_without_an_accelerator_there_is_nothing_to_measure(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, disk_path: Path
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    told = run("device", "--data", str(BUILD), code=1)
+    told = run("device", "--data", str(disk_path), code=1)
     assert told.startswith("Error: torch finds no accelerator here: install")
 
 
