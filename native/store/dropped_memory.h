@@ -11,7 +11,7 @@
 
 #include "arena/segment.h"
 #include "store/cache/job_memory.h"
-#include "store/journal/ledger.h"
+#include "store/journal/job_ledger.h"
 
 namespace memd {
 
@@ -21,9 +21,8 @@ namespace memd {
 /// everything.
 class DroppedMemory {
  public:
-  /// `ledger`: nullptr where nobody keeps descriptors.
-  void add(uint64_t job_id, std::unique_ptr<Ledger> ledger, std::unique_ptr<JobMemory> memory) {
-    if (ledger != nullptr) {
+  void add(uint64_t job_id, JobLedger ledger, std::unique_ptr<JobMemory> memory) {
+    if (ledger.is_open()) {
       const std::vector<uint64_t> ids = memory->segment_ids();
       kept_.push_back(
           {.job_id = job_id, .ledger = std::move(ledger), .segment_ids = {ids.begin(), ids.end()}});
@@ -60,7 +59,7 @@ class DroppedMemory {
  private:
   struct Kept {
     uint64_t job_id = 0;
-    std::unique_ptr<Ledger> ledger;
+    JobLedger ledger;
     std::set<uint64_t> segment_ids;
   };
 

@@ -82,7 +82,7 @@ void HostMemory::end_replacement(Pool::Replacement& replacement) {
     parts_.keepsakes.forget_ledger(job_id);
 }
 
-void HostMemory::destroy_claimed(const Ledger& ledger) {
+void HostMemory::destroy_claimed(const JobLedger& ledger) {
   const auto claims = ledger.claims();
   MEMD_CHECK(claims.is_ok());  // checked when it was adopted
   for (const SegmentClaim& claim : claims.value()) {

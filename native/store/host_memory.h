@@ -10,7 +10,7 @@
 #include "base/status.h"
 #include "store/dropped_memory.h"
 #include "store/job/store_parts.h"
-#include "store/journal/ledger.h"
+#include "store/journal/job_ledger.h"
 #include "store/state/kept_memory.h"
 
 namespace memd {
@@ -39,7 +39,7 @@ class HostMemory {
   void add(Segment old_segment);
 
   // At start: segments of the daemon before.
-  void destroy_claimed(const Ledger& ledger);
+  void destroy_claimed(const JobLedger& ledger);
   void destroy_unclaimed();
 
  private:

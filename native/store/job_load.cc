@@ -35,7 +35,7 @@ Status JobLoad::run(const std::function<Status()>& turn) {
 void JobLoad::forget_rest() {
   // The rest belongs to jobs that the disk does not know, or that start from disk.
   for (const auto& [job_id, ledger] : ledgers_) {
-    parts_.memory.destroy_claimed(*ledger);
+    parts_.memory.destroy_claimed(ledger);
     kept_.take_table(job_id);
     kept_.take_tiles(job_id);
     store_.keepsakes.forget_ledger(job_id);
@@ -89,14 +89,15 @@ Status JobLoad::reserve_extents(const JobRecord& record) {
 
 void JobLoad::take_ledgers() {
   while (auto left = kept_.take_ledger()) {
-    auto ledger = Ledger::adopt(std::move(left->fd), left->job_id);
-    const Status readable = ledger.is_ok() ? ledger.value()->check_claims() : ledger.status();
-    if (readable.is_ok()) {
+    auto ledger = JobLedger::adopt(std::move(left->fd), left->job_id);
+    if (ledger.is_ok()) {
       ledgers_[left->job_id] = std::move(ledger).value();
       continue;
     }
-    parts_.notes.push_back(concat(
-        "job ", left->job_id, " starts from disk, its memory is lost: ", readable.message()));
+    parts_.notes.push_back(concat("job ",
+                                  left->job_id,
+                                  " starts from disk, its memory is lost: ",
+                                  ledger.status().message()));
     some_claims_unknown_ = true;
     store_.keepsakes.forget_ledger(left->job_id);
   }
@@ -106,8 +107,8 @@ Status JobLoad::load(const JobRecord& record) {
   std::unique_ptr<Job> job;
   std::vector<ClosedStep> steps;
   if (const auto found = ledgers_.find(record.job_id); found != ledgers_.end()) {
-    RememberedJob remembered(record, store_.commits.catalogue_tag(record.job_id), *found->second);
-    auto adopted = adopt(remembered, found->second);
+    RememberedJob remembered(record, store_.commits.catalogue_tag(record.job_id), found->second);
+    auto adopted = adopt(remembered);
     if (adopted.is_ok()) {
       job = std::move(adopted).value();
       steps = remembered.contents().steps;
@@ -138,8 +139,7 @@ Status JobLoad::load(const JobRecord& record) {
   return Status::ok();
 }
 
-Result<std::unique_ptr<Job>> JobLoad::adopt(RememberedJob& remembered,
-                                            std::unique_ptr<Ledger>& ledger) {
+Result<std::unique_ptr<Job>> JobLoad::adopt(RememberedJob& remembered) {
   if (Status read = remembered.read(store_.pool.segment_bytes(), kept_, store_.keepsakes);
       !read.is_ok())
     return read;
@@ -155,6 +155,7 @@ Result<std::unique_ptr<Job>> JobLoad::adopt(RememberedJob& remembered,
                     {.shards = job.shards(),
                      .progress = job.progress(),
                      .durable = job.durable(),
+                     .ledger = job.kept().ledger(),
                      .journal = job.journal(),
                      .table = job.cache().table(),
                      .slots = job.cache().slots(),
@@ -170,7 +171,7 @@ Result<std::unique_ptr<Job>> JobLoad::adopt(RememberedJob& remembered,
                      .check_staged = [&job](const StepRequest& request) {
                        return check_staged(job.shards(), job.name(), request);
                      }});
-  if (Status taken = adoption.run(ledger, kept_); !taken.is_ok()) return taken;
+  if (Status taken = adoption.run(kept_); !taken.is_ok()) return taken;
   for (const auto& session : job.cache().sessions()) job.cache().plans().begin(*session);
   return restored;
 }

@@ -13,8 +13,8 @@
 #include "store/job/job_operations.h"
 #include "store/job/store_parts.h"
 #include "store/job_admissions.h"
+#include "store/journal/job_ledger.h"
 #include "store/journal/keepsakes.h"
-#include "store/journal/ledger.h"
 #include "store/recovery/remembered_job.h"
 #include "store/space/snapshots.h"
 
@@ -56,13 +56,13 @@ class JobLoad {
   /// From memory, where its ledger is there and memory is whole, or else from disk.
   Status load(const JobRecord& record);
   /// The job as the daemon before had it, or why it starts from disk.
-  Result<std::unique_ptr<Job>> adopt(RememberedJob& remembered, std::unique_ptr<Ledger>& ledger);
+  Result<std::unique_ptr<Job>> adopt(RememberedJob& remembered);
   void forget_rest();
 
   const Parts parts_;
   const StoreParts& store_;
   Inheritance kept_;
-  std::map<uint64_t, std::unique_ptr<Ledger>> ledgers_;  // that no job has taken
+  std::map<uint64_t, JobLedger> ledgers_;  // that no job has taken
   /// The ledger of some job cannot be read, so nobody knows which segments are its own.
   bool some_claims_unknown_ = false;
   std::vector<ToRedo> to_redo_;

@@ -219,7 +219,7 @@ Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const Sessi
   if (job->memory() == nullptr) {
     if (Status status = memory_.give(*job); !status.is_ok()) return status;
   }
-  auto session = sessions_.create(job_id, owner, job->journal().ledger().get());
+  auto session = sessions_.create(job_id, owner, job->kept().ledger());
   if (!session.is_ok()) return session.status();
   job->cache().sessions().attach(session.value());
   job->cache().plans().begin(*session.value());
@@ -258,7 +258,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   // Only then, so that a daemon that takes over meanwhile ends the session again.
   const auto discarded = Join::start([this, &job, session, session_id](const Status&) {
     session->ring.end();
-    sessions_.forget(job.journal().ledger().get(), session_id);
+    sessions_.forget(job.kept().ledger(), session_id);
   });
   if (!MEMD_PLANTED("session.half_written_shown"))
     job.cache().half_written().discard(*session, *discarded);

@@ -12,8 +12,10 @@
 #include <fstream>
 #include <map>
 #include <random>
+#include <set>
 
 #include "released_memory.h"
+#include "store/journal/job_ledger.h"
 #include "store_fixture.h"
 
 namespace memd {
@@ -177,8 +179,8 @@ JobRecord with_an_extent(ShardRecord shard) {
 }
 
 /// A word of a ledger, changed as only a bug would.
-template <typename Word>
-void replace_word(const Ledger& ledger, Word word, Word by) {
+template <typename Owner, typename Word>
+void replace_word(const Owner& ledger, Word word, Word by) {
   struct stat file{};
   ASSERT_EQ(fstat(ledger.fd(), &file), 0);
   int found_count = 0;
@@ -271,6 +273,51 @@ class ChangingLayout {
   uint64_t changes_ = 0;
   uint64_t writes_ = 0;
 };
+
+TEST(JobLedgerTest, where_there_is_no_ledger_nothing_is_refused_and_no_step_has_a_place) {
+  JobLedger ledger;
+  EXPECT_FALSE(ledger.is_open());
+  EXPECT_TRUE(ledger.claim(1, Side::arena, 0).is_ok());
+  EXPECT_TRUE(ledger.note_session({.session_id = 1}).is_ok());
+  ledger.note_shard(0, true, {});
+  ledger.note_loose({.kind = LooseKey::Kind::value}, {});
+  ledger.begin_commit();
+  ledger.committed_on_disk(1);
+  EXPECT_TRUE(ledger.forget_old_extents(0)) << "a commit would wait for it";
+  const auto place = ledger.close_step({.session_id = 1, .step = 1});
+  ASSERT_TRUE(place.is_ok()) << place.status().message();
+  EXPECT_FALSE(place.value().has_value());
+}
+
+TEST(JobLedgerTest, what_the_owners_of_a_job_tell_goes_into_the_ledger_that_it_has_by_then) {
+  JobLedger of_job;
+  ASSERT_TRUE(of_job.claim(1, Side::arena, 0).is_ok());  // before it has one
+  JobLedger kept;
+  ASSERT_TRUE(kept.create(7, 2_MiB).is_ok());
+  ASSERT_TRUE(kept.claim(2, Side::arena, 0).is_ok());
+  of_job = std::move(kept);
+  EXPECT_TRUE(of_job.is_open());
+  EXPECT_FALSE(kept.is_open());  // NOLINT(bugprone-use-after-move): what it promises
+  ASSERT_TRUE(of_job.claim(3, Side::private_side, 0).is_ok());
+  ASSERT_TRUE(kept.claim(4, Side::private_side, 1).is_ok());
+  const auto next = JobLedger::adopt(copy_of(of_job.fd()), 7);
+  ASSERT_TRUE(next.is_ok()) << next.status().message();
+  const auto claims = next.value().claims();
+  ASSERT_TRUE(claims.is_ok()) << claims.status().message();
+  std::set<uint64_t> ids;
+  for (const SegmentClaim& claim : claims.value()) ids.insert(claim.id);
+  EXPECT_EQ(ids, (std::set<uint64_t>{2, 3}));
+  EXPECT_EQ(JobLedger::adopt(copy_of(of_job.fd()), 8).status().code(), StatusCode::integrity);
+}
+
+TEST(JobLedgerTest, a_ledger_that_does_not_say_which_segments_its_job_used_is_not_taken) {
+  JobLedger ledger;
+  ASSERT_TRUE(ledger.create(7, 2_MiB).is_ok());
+  ASSERT_TRUE(ledger.claim(0xabcdef, Side::private_side, 5).is_ok());
+  ASSERT_TRUE(JobLedger::adopt(copy_of(ledger.fd()), 7).is_ok());
+  replace_word(ledger, uint64_t{2} << 32 | 5, uint64_t{9} << 32 | 5);
+  EXPECT_EQ(JobLedger::adopt(copy_of(ledger.fd()), 7).status().code(), StatusCode::integrity);
+}
 
 TEST(LedgerTest, shards_that_come_and_go_are_told_at_the_cost_of_the_change) {
   ChangingLayout layout(1);
@@ -1262,7 +1309,7 @@ TEST_F(AdoptionTest, a_tile_of_moments_and_a_deleted_blob_cost_the_same_in_a_job
     heart_->declare(session_, blobs);
     write_gradients(8);
     ASSERT_TRUE(heart_->step(request(1)).first.is_ok());
-    const Ledger& ledger = *heart_->job(session_).journal().ledger();
+    const JobLedger& ledger = heart_->job(session_).kept().ledger();
     const auto count = [&](const std::string& name, const std::function<void()>& act) {
       const uint64_t before = ledger.record_bytes_written();
       act();
@@ -1286,7 +1333,7 @@ TEST_F(AdoptionTest, a_tile_of_moments_and_a_deleted_blob_cost_the_same_in_a_job
 TEST_F(AdoptionTest, parameters_that_were_declared_one_by_one_are_there_with_the_next_daemon) {
   segment_count_ = kFloorSegments + 16;
   begin(DType::float32, 16, "every:4");
-  const Ledger& ledger = *heart_->job(session_).journal().ledger();
+  const JobLedger& ledger = heart_->job(session_).kept().ledger();
   std::vector<uint32_t> ids;
   std::set<uint64_t> cost_bytes;
   for (uint32_t i = 0; i < 3; ++i) {
@@ -1324,12 +1371,12 @@ TEST_F(AdoptionTest, before_a_catalogue_is_on_disk_no_extent_is_left_that_an_ear
   for (const uint32_t id : heart_->declare(session_, specs))
     heart_->write(session_, id, pattern(10, 1));
   ASSERT_TRUE(heart_->sync(session_).is_ok());
-  const auto& ledger = heart_->job(session_).journal().ledger();
-  ASSERT_FALSE(ledger->empty_old_places(0)) << "they are emptied over turns";
+  JobLedger& ledger = heart_->job(session_).kept().ledger();
+  ASSERT_FALSE(ledger.forget_old_extents(0)) << "they are emptied over turns";
   heart_->write(session_, ids_[2], pattern(kBufferBytes, 2));
   bool is_any_left = true;
   heart_->io().before_submit = [&](const DiskQueue::Operation& operation) {
-    if (operation.kind == IoKind::write) is_any_left = !ledger->empty_old_places(0);
+    if (operation.kind == IoKind::write) is_any_left = !ledger.forget_old_extents(0);
   };
   ASSERT_TRUE(heart_->sync(session_).is_ok());
   heart_->io().before_submit = nullptr;
@@ -1447,6 +1494,22 @@ TEST_F(AdoptionTest, a_ledger_that_is_kept_claims_all_segments_of_its_job) {
   ASSERT_TRUE(heart_->until([&] { return kept_count == 2; }));
   keeper_.before_keep = nullptr;
   session_ = heart_->attach(heart_->open("job", 3, kJobDiskBytes));
+  expect_twins(1);
+}
+
+TEST_F(AdoptionTest, segments_that_the_next_daemon_takes_are_claimed_for_the_one_after_it) {
+  segment_count_ = kFloorSegments + 8;
+  begin(DType::float32, 8);
+  restart();
+  const auto arena_segments = [this] {
+    return heart_->job(session_).memory()->arena().segment_count();
+  };
+  const uint64_t before = arena_segments();
+  const uint32_t blob = put_large("blob");
+  ASSERT_GT(arena_segments(), before);
+  restart();
+  EXPECT_EQ(notes(), "");
+  EXPECT_EQ(heart_->read<uint8_t>(session_, blob), pattern(5_MiB, 9));
   expect_twins(1);
 }
 

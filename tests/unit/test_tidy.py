@@ -176,6 +176,19 @@ def test_owners_in_the_store_include_only_from_those_before_them() -> None:
     assert not wrong
 
 
+def test_a_ledger_is_known_to_the_journal_alone() -> None:
+    # JobLedger owns it and tells it; others would tell one that is not there, or one that was.
+    private = {"store/journal/ledger.h", "store/journal/ledger_layout.h"}
+    journal = NATIVE / "store" / "journal"
+    includers = {
+        path
+        for path in native_files(".h", ".cc")
+        if not private.isdisjoint(includes(path)) or re.search(r"\bLedger\b", path.read_text())
+    }
+    assert journal / "job_ledger.cc" in includers
+    assert {path for path in includers if path.parent != journal} == set()
+
+
 def test_the_store_copies_fills_and_hashes_through_one_header() -> None:
     # base/bulk_bytes.h counts in test builds what the server thread moves.
     raw = re.compile(

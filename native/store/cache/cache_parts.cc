@@ -20,8 +20,7 @@ bool CacheParts::is_lost(const Entry& entry) const {
 }
 
 void CacheParts::note_shard(uint32_t shard_id) const {
-  if (ledger == nullptr) return;
-  ledger->note_shard(shard_id, shards[shard_id].written, shards[shard_id].contributors);
+  ledger.note_shard(shard_id, shards[shard_id].written, shards[shard_id].contributors);
 }
 
 const std::shared_ptr<Session>& CacheParts::session(uint64_t session_id) const {

@@ -24,7 +24,7 @@
 #include "store/cache/slots.h"
 #include "store/cache/training_group.h"
 #include "store/cache/wait_lists.h"
-#include "store/journal/ledger.h"
+#include "store/journal/job_ledger.h"
 #include "store/journal/progress.h"
 #include "store/space/extent_store.h"
 #include "store/space/job_space.h"
@@ -46,7 +46,7 @@ struct CacheParts {
   WaitLists& waits;
   /// Not nullptr while there is a session.
   const std::unique_ptr<JobMemory>& memory;
-  const std::unique_ptr<Ledger>& ledger;
+  JobLedger& ledger;
   const std::vector<std::shared_ptr<Session>>& sessions;
   TrainingGroup& group;
   GradientBuckets& gradient_buckets;

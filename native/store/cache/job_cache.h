@@ -33,7 +33,7 @@
 #include "store/cache/training_group.h"
 #include "store/cache/wait_lists.h"
 #include "store/format/durability.h"
-#include "store/journal/ledger.h"
+#include "store/journal/job_ledger.h"
 #include "store/journal/progress.h"
 #include "store/space/extent_store.h"
 #include "store/space/job_space.h"
@@ -52,7 +52,7 @@ class JobCache {
     const std::string& job_name;
     Shards& shards;
     const std::unique_ptr<JobMemory>& memory;
-    const std::unique_ptr<Ledger>& ledger;
+    JobLedger& ledger;
     const JobProgress& progress;
     const Durability& durability;
     const JobSpace& space;

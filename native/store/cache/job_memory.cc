@@ -17,7 +17,7 @@ uint64_t JobMemory::segment_count_min(uint64_t segment_bytes) {
 Result<std::unique_ptr<JobMemory>> JobMemory::create(std::vector<Segment>& segments,
                                                      uint64_t segment_bytes,
                                                      IoQueue& io,
-                                                     Ledger* ledger) {
+                                                     JobLedger* ledger) {
   MEMD_CHECK_GE(segments.size(), segment_count_min(segment_bytes));
   if (ledger != nullptr) {
     for (const Segment& segment : segments) {
@@ -36,7 +36,7 @@ Result<std::unique_ptr<JobMemory>> JobMemory::create(std::vector<Segment>& segme
 Result<std::unique_ptr<JobMemory>> JobMemory::adopt(Sides& sides,
                                                     uint64_t segment_bytes,
                                                     IoQueue& io,
-                                                    Ledger* ledger) {
+                                                    JobLedger* ledger) {
   std::unique_ptr<JobMemory> memory(
       new JobMemory(std::move(sides.unassigned), segment_bytes, io, ledger));
   memory->segment_count_ += sides.arena.size() + sides.private_side.size() + sides.host_side.size();
@@ -58,7 +58,7 @@ Result<std::unique_ptr<JobMemory>> JobMemory::adopt(Sides& sides,
 JobMemory::JobMemory(std::vector<Segment> segments,
                      uint64_t segment_bytes,
                      IoQueue& io,
-                     Ledger* ledger)
+                     JobLedger* ledger)
     : io_(io),
       ledger_(ledger),
       segment_bytes_(segment_bytes),
@@ -84,8 +84,8 @@ void JobMemory::claim(uint64_t segment_id, Side side, uint64_t index) {
   MEMD_CHECK(claimed.is_ok());  // it was claimed when the job got it
 }
 
-void JobMemory::claim_in(Ledger* ledger) {
-  ledger_ = ledger;
+void JobMemory::claim_in(JobLedger& ledger) {
+  ledger_ = &ledger;
   for (const Segment& segment : unassigned_) claim(segment.id(), Side::unassigned, 0);
   for (uint64_t i = 0; i < arena_->segment_count(); ++i)
     claim(arena_->segment(i).id(), Side::arena, i);

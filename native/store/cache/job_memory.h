@@ -13,7 +13,7 @@
 #include "base/status.h"
 #include "base/units.h"
 #include "io/io_queue.h"
-#include "store/journal/ledger.h"
+#include "store/journal/job_ledger.h"
 
 namespace memd {
 
@@ -39,7 +39,7 @@ class JobMemory {
   static Result<std::unique_ptr<JobMemory>> create(std::vector<Segment>& segments,
                                                    uint64_t segment_bytes,
                                                    IoQueue& io,
-                                                   Ledger* ledger = nullptr);
+                                                   JobLedger* ledger = nullptr);
   struct Sides {
     std::vector<Segment> arena;
     std::vector<Segment> private_side;
@@ -51,7 +51,7 @@ class JobMemory {
   static Result<std::unique_ptr<JobMemory>> adopt(Sides& sides,
                                                   uint64_t segment_bytes,
                                                   IoQueue& io,
-                                                  Ledger* ledger);
+                                                  JobLedger* ledger);
   ~JobMemory();
 
   Arena& arena() { return *arena_; }
@@ -99,8 +99,8 @@ class JobMemory {
   /// The fewest segments a job can have: the private floor and one for the arena.
   static uint64_t segment_count_min(uint64_t segment_bytes);
 
-  /// Says to another ledger what it has.
-  void claim_in(Ledger* ledger);
+  /// This ledger claims what it has, and from here on what changes.
+  void claim_in(JobLedger& ledger);
   /// The ledger is told of nothing from here on.
   void end_claims() { ledger_ = nullptr; }
   std::vector<uint64_t> segment_ids() const;
@@ -110,7 +110,7 @@ class JobMemory {
   std::vector<Segment> take_segments();
 
  private:
-  JobMemory(std::vector<Segment> segments, uint64_t segment_bytes, IoQueue& io, Ledger* ledger);
+  JobMemory(std::vector<Segment> segments, uint64_t segment_bytes, IoQueue& io, JobLedger* ledger);
   Status reserve();
   bool grow(Arena& side);
   Side side_of(const Arena& side) const;
@@ -119,7 +119,7 @@ class JobMemory {
   void claim(uint64_t segment_id, Side side, uint64_t index);
 
   IoQueue& io_;
-  Ledger* ledger_;  // the job's, or nullptr
+  JobLedger* ledger_;  // that claims its segments, or nullptr
   uint64_t segment_bytes_;
   uint64_t segment_count_;
   uint64_t private_floor_segments_;

@@ -409,7 +409,7 @@ LeaseGrant Leases::grant_of(const Try& asked, Slot& slot) const {
 
 void Leases::note_grant(const Try& asked, const Slot& slot, const LeaseGrant& grant) const {
   const LeaseRequest& request = asked.request;
-  parts_.ledger->begin_grant(
+  parts_.ledger.begin_grant(
       {.session_id = request.session_id,
        .shard_id = request.shard_id,
        .pin_index = slot.pin_first + grant.index,
@@ -440,7 +440,7 @@ void Leases::reply_granted(const Try& asked, Slot& slot) {
   const LeaseGrant grant = grant_of(asked, slot);
   // A reader's pin is given back by its client if it never hears of it. A writer that never hears
   // of its grant has written nothing: what is noted below must not look as if it had.
-  const bool is_noted = parts_.ledger != nullptr && !reads && !request.for_service;
+  const bool is_noted = parts_.ledger.is_open() && !reads && !request.for_service;
   if (is_noted) note_grant(asked, slot, grant);
   MEMD_FAILPOINT("lease.before_pin");
   if (!reads) parts_.slots.note_writer(entry);
@@ -460,7 +460,7 @@ void Leases::reply_granted(const Try& asked, Slot& slot) {
   MEMD_FAILPOINT("lease.before_reply");
   MEMD_FAILPOINT("ledger.grant_not_told");
   waiter.grant(grant);
-  if (is_noted) parts_.ledger->end_grant();
+  if (is_noted) parts_.ledger.end_grant();
   // Values and blobs that are written one after the other. A step's gradients are updated soon.
   const bool is_large = request.part == Part::value && entry.bytes() >= kBlobExtentBytes;
   if (request.mode == LeaseMode::overwrite && is_large) room_.write_ahead(entry.bytes());

@@ -7,7 +7,7 @@
 #include "base/status.h"
 #include "ring/server_ring.h"
 #include "store/cache/eviction.h"
-#include "store/journal/ledger.h"
+#include "store/journal/ledger_contents.h"
 
 namespace memd {
 

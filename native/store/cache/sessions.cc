@@ -11,7 +11,7 @@ namespace memd {
 
 Result<std::shared_ptr<Session>> Sessions::create(uint64_t job_id,
                                                   const SessionOwner& owner,
-                                                  Ledger* ledger) {
+                                                  JobLedger& ledger) {
   auto ring = ServerRing::create();
   if (!ring.is_ok()) return ring.status();
   auto session = std::make_shared<Session>(Session{.session_id = id_next_++,
@@ -31,28 +31,27 @@ void Sessions::remove(uint64_t session_id) {
   not_resumed_.erase(session_id);
 }
 
-Status Sessions::keep(Ledger* ledger, const Session& session) {
-  if (ledger == nullptr) return Status::ok();
+Status Sessions::keep(JobLedger& ledger, const Session& session) {
+  if (!ledger.is_open()) return Status::ok();
   // The record last: a session that it names is kept.
   keepsakes_.keep_session(
       session.session_id, session.ring.session_fd(), session.ring.doorbell_fd());
   const Status noted =
-      ledger->note_session({.session_id = session.session_id, .owner = session.owner});
+      ledger.note_session({.session_id = session.session_id, .owner = session.owner});
   if (!noted.is_ok()) forget(ledger, session.session_id);
   return noted;
 }
 
-void Sessions::note(Ledger* ledger, const Session& session) {
-  if (ledger == nullptr) return;
-  const Status noted = ledger->note_session({.session_id = session.session_id,
-                                             .owner = session.owner,
-                                             .step_committed = session.step_committed});
+void Sessions::note(JobLedger& ledger, const Session& session) {
+  const Status noted = ledger.note_session({.session_id = session.session_id,
+                                            .owner = session.owner,
+                                            .step_committed = session.step_committed});
   MEMD_CHECK(noted.is_ok());  // it has its place
 }
 
-void Sessions::forget(Ledger* ledger, uint64_t session_id) {
-  if (ledger == nullptr) return;
-  ledger->forget_session(session_id);
+void Sessions::forget(JobLedger& ledger, uint64_t session_id) {
+  if (!ledger.is_open()) return;
+  ledger.forget_session(session_id);
   keepsakes_.forget_session(session_id);
 }
 

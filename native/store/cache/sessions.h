@@ -10,8 +10,8 @@
 
 #include "base/status.h"
 #include "store/cache/session.h"
+#include "store/journal/job_ledger.h"
 #include "store/journal/keepsakes.h"
-#include "store/journal/ledger.h"
 
 namespace memd {
 
@@ -23,8 +23,7 @@ struct KeptSession {
 };
 
 /// The table of sessions by id, their ids, and what the next daemon is told of them. `ledger` is
-/// the job's; nullptr where nobody keeps descriptors. Owned by the ShardStore; the server thread
-/// calls everything; nothing blocks.
+/// the job's. Owned by the ShardStore; the server thread calls everything; nothing blocks.
 class Sessions {
  public:
   using Map = std::unordered_map<uint64_t, std::shared_ptr<Session>>;
@@ -41,13 +40,13 @@ class Sessions {
   /// A new one, which the next daemon would find; add() follows.
   Result<std::shared_ptr<Session>> create(uint64_t job_id,
                                           const SessionOwner& owner,
-                                          Ledger* ledger);
+                                          JobLedger& ledger);
   void add(const std::shared_ptr<Session>& session) { all_[session->session_id] = session; }
   void remove(uint64_t session_id);
 
   // For the next daemon.
-  void note(Ledger* ledger, const Session& session);
-  void forget(Ledger* ledger, uint64_t session_id);
+  void note(JobLedger& ledger, const Session& session);
+  void forget(JobLedger& ledger, uint64_t session_id);
 
   // From the daemon before.
   /// At start: no id is given a second time, to which a trainer may still come back.
@@ -59,7 +58,7 @@ class Sessions {
   Result<std::shared_ptr<Session>> resume(uint64_t session_id, const SessionOwner& owner);
 
  private:
-  Status keep(Ledger* ledger, const Session& session);
+  Status keep(JobLedger& ledger, const Session& session);
 
   Keepsakes& keepsakes_;
   Map all_;

@@ -55,7 +55,7 @@ std::unique_ptr<Slot> Slots::make(uint64_t bytes, uint32_t pin_count) {
 
 void Slots::free(std::unique_ptr<Slot> slot) {
   MEMD_CHECK(!slot->is_published);
-  if (ledger_ != nullptr) ledger_->note_slot(slot_record(*slot, SlotRole::none));
+  ledger_.note_slot(slot_record(*slot, SlotRole::none));
   memory_->arena().free(slot->offset_bytes);
   pin_indexes_.give_back(slot->pin_first, slot->pin_count());
   waits_.wake(WaitList::room);
@@ -64,7 +64,7 @@ void Slots::free(std::unique_ptr<Slot> slot) {
 void Slots::retire(std::unique_ptr<Slot> slot) {
   MEMD_CHECK(!slot->is_published);
   if (is_pinned(*slot)) {
-    if (ledger_ != nullptr) ledger_->note_slot(slot_record(*slot, SlotRole::retired));
+    ledger_.note_slot(slot_record(*slot, SlotRole::retired));
     retired_.push_back(std::move(slot));
   } else {
     free(std::move(slot));
@@ -241,11 +241,10 @@ void Slots::release_service(Slot& slot, uint32_t index, uint32_t pin) {
 }
 
 void Slots::note(const Entry& entry) {
-  if (ledger_ == nullptr) return;
   if (entry.slot() != nullptr)
-    ledger_->note_slot(slot_record(entry, *entry.slot(), SlotRole::current));
+    ledger_.note_slot(slot_record(entry, *entry.slot(), SlotRole::current));
   if (entry.pending() != nullptr)
-    ledger_->note_slot(slot_record(entry, *entry.pending(), SlotRole::pending));
+    ledger_.note_slot(slot_record(entry, *entry.pending(), SlotRole::pending));
 }
 
 void Slots::note_all() {
@@ -255,14 +254,11 @@ void Slots::note_all() {
 }
 
 void Slots::note_as(const Entry& entry, Residency residency) {
-  if (ledger_ == nullptr) return;
   SlotRecord record = slot_record(entry, *entry.slot(), SlotRole::current);
   record.residency = residency;
-  ledger_->note_slot(record);
+  ledger_.note_slot(record);
 }
 
-void Slots::note_made(const Slot& slot) {
-  if (ledger_ != nullptr) ledger_->note_slot(slot_record(slot, SlotRole::made));
-}
+void Slots::note_made(const Slot& slot) { ledger_.note_slot(slot_record(slot, SlotRole::made)); }
 
 }  // namespace memd

@@ -16,7 +16,7 @@
 #include "store/cache/pins.h"
 #include "store/cache/session.h"
 #include "store/cache/wait_lists.h"
-#include "store/journal/ledger.h"
+#include "store/journal/job_ledger.h"
 
 namespace memd {
 
@@ -29,7 +29,7 @@ class Slots {
   Slots(const EntryTable& entries,
         const std::vector<std::shared_ptr<Session>>& sessions,
         const std::unique_ptr<JobMemory>& memory,
-        const std::unique_ptr<Ledger>& ledger,
+        JobLedger& ledger,
         WaitLists& waits)
       : entries_(entries), sessions_(sessions), memory_(memory), ledger_(ledger), waits_(waits) {}
   Slots(const Slots&) = delete;
@@ -106,7 +106,7 @@ class Slots {
   const EntryTable& entries_;
   const std::vector<std::shared_ptr<Session>>& sessions_;
   const std::unique_ptr<JobMemory>& memory_;
-  const std::unique_ptr<Ledger>& ledger_;
+  JobLedger& ledger_;
   WaitLists& waits_;
   PinIndexes pin_indexes_;
   std::list<std::unique_ptr<Slot>> retired_;

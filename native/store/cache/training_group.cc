@@ -213,9 +213,8 @@ Status void_gradient(const std::string& job_name,
 // ---- Another daemon -----------------------------------------------------------------------------
 
 void TrainingGroup::note(size_t seat) const {
-  if (ledger_ == nullptr) return;
-  ledger_->note_seat(seat,
-                     {.session_id = seats_[seat], .has_notice = notices_.contains(seats_[seat])});
+  ledger_.note_seat(seat,
+                    {.session_id = seats_[seat], .has_notice = notices_.contains(seats_[seat])});
 }
 
 void TrainingGroup::note_all() const {

@@ -16,7 +16,7 @@
 #include "store/cache/ranks.h"
 #include "store/cache/session.h"
 #include "store/journal/contributors.h"
-#include "store/journal/ledger.h"
+#include "store/journal/job_ledger.h"
 
 namespace memd {
 
@@ -33,8 +33,7 @@ class TrainingGroup {
   using List = std::vector<std::shared_ptr<Session>>;
 
   /// `sessions`: those that are attached to the job.
-  TrainingGroup(const List& sessions, const std::unique_ptr<Ledger>& ledger)
-      : sessions_(sessions), ledger_(ledger) {}
+  TrainingGroup(const List& sessions, JobLedger& ledger) : sessions_(sessions), ledger_(ledger) {}
   TrainingGroup(const TrainingGroup&) = delete;
   TrainingGroup& operator=(const TrainingGroup&) = delete;
 
@@ -100,7 +99,7 @@ class TrainingGroup {
   void note(size_t seat) const;
 
   const List& sessions_;
-  const std::unique_ptr<Ledger>& ledger_;
+  JobLedger& ledger_;
   std::array<uint64_t, kTrainingGroupMax> seats_{};
   std::map<uint64_t, Status> notices_;  // by session
   bool is_shown_ = false;

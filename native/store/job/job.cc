@@ -36,10 +36,11 @@ Job::Job(Identity identity, SharedMemory shard_table)
                 .job_name = identity_.name,
                 .recorder = *this,
                 .shards = shards_,
-                .tiles = tiles_}),
+                .ledger = ledger_}),
       kept_({.job_id = identity_.job_id,
              .shards = shards_,
              .durability = admission_.durability(),
+             .ledger = ledger_,
              .journal = journal_,
              .tiles = tiles_,
              .cache = cache_}),
@@ -50,7 +51,7 @@ Job::Job(Identity identity, SharedMemory shard_table)
                 .snapshot = snapshot_,
                 .space = space_,
                 .progress = progress_,
-                .journal = journal_}),
+                .ledger = ledger_}),
       admission_({.job_name = identity_.name,
                   .shards = shards_,
                   .space = space_,
@@ -58,12 +59,12 @@ Job::Job(Identity identity, SharedMemory shard_table)
                   .progress = progress_,
                   .journal = journal_,
                   .memory = kept_.memory()}),
-      extent_log_(journal_.ledger(), space_, tiles_),
+      extent_log_(ledger_, space_, tiles_),
       cache_({.job_id = identity_.job_id,
               .job_name = identity_.name,
               .shards = shards_,
               .memory = kept_.memory(),
-              .ledger = journal_.ledger(),
+              .ledger = ledger_,
               .progress = progress_,
               .durability = admission_.durability(),
               .space = space_,
@@ -94,7 +95,7 @@ void Job::connect(Connection connection) {
                                                      .counters = cache_.counters(),
                                                      .activities = cache_.activities(),
                                                      .memory = kept_.memory(),
-                                                     .ledger = journal_.ledger(),
+                                                     .ledger = ledger_,
                                                      .space = space_,
                                                      .progress = progress_,
                                                      .admission = admission_,
@@ -108,7 +109,7 @@ void Job::connect(Connection connection) {
   memory_commits_ =
       std::make_unique<MemoryCommits>(MemoryCommits::Parts{.job_id = job_id(),
                                                            .snapshot = snapshot_,
-                                                           .journal = journal_,
+                                                           .ledger = ledger_,
                                                            .tiles = tiles_,
                                                            .workers = connection.workers});
   step_gate_ = std::move(connection.step_gate);
@@ -172,7 +173,7 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
 uint32_t Job::begin_shard(const ShardSpec& spec) {
   const uint32_t shard_id = shards_.id_of(spec.name);
   // The id may have been another shard's.
-  journal_.reset_shard(shard_id);
+  ledger_.reset_shard(shard_id);
   snapshot_.added(shard_id);
   durable_.note_change();
   return shard_id;
@@ -299,7 +300,7 @@ void Job::remove(uint32_t shard_id, uint64_t session_id, ExtentStore& extents) {
   cache_.table().withdraw(entry);
   durable_.keep(shard_id);
   // From here on it has no bytes, whoever reads the ledger.
-  journal_.reset_shard(shard_id);
+  ledger_.reset_shard(shard_id);
   if (entry.is_resident()) cache_.residencies().move(entry, entry.residency(), Residency::absent);
   MEMD_CHECK(entry.residency() == Residency::absent);
   if (entry.slot() != nullptr) cache_.slots().retire(entry.take_slot());

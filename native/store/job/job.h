@@ -21,6 +21,7 @@
 #include "store/cache/slots.h"
 #include "store/format/catalogue.h"
 #include "store/job/statistics.h"
+#include "store/journal/job_ledger.h"
 #include "store/journal/progress.h"
 #include "store/space/commit.h"
 #include "store/space/extent_store.h"
@@ -86,7 +87,6 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   LostShards& lost() { return lost_; }
   const LostShards& lost() const { return lost_; }
   JobJournal& journal() { return journal_; }
-  const JobJournal& journal() const { return journal_; }
   Shards& shards() { return shards_; }
   const Shards& shards() const { return shards_; }
   DurableState& durable() { return durable_; }
@@ -153,7 +153,8 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   JobProgress progress_;
   JobSpace space_;
   LostShards lost_;
-  JobJournal journal_;  // the memory tells it of segments, and so goes first
+  JobLedger ledger_;  // the memory tells it of segments, and so goes first
+  JobJournal journal_;
   KeptMemory kept_;
   PrivateTiles tiles_;
   Conditions conditions_;

@@ -26,7 +26,7 @@ class JobOperations::StepCalls final : public StepGate {
 
   bool may_redo() const override { return operations_.may_redo_; }
   void note_session(const Session& session) override {
-    operations_.parts_.sessions.note(job_.journal().ledger().get(), session);
+    operations_.parts_.sessions.note(job_.kept().ledger(), session);
   }
   void drop_gradients(const std::set<uint32_t>& buckets,
                       const std::function<bool(const Shard&)>& chosen) override {

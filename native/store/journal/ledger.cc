@@ -110,11 +110,6 @@ Result<std::vector<SegmentClaim>> Ledger::claims() const {
   return claims;
 }
 
-Status Ledger::check_claims() const {
-  const auto claimed = claims();
-  return claimed.is_ok() ? Status::ok() : claimed.status();
-}
-
 // ---- Shards and slots --------------------------------------------------------------------------
 
 Status Ledger::write_layout(const JobRecord& record, const std::vector<uint32_t>& shard_ids) {

@@ -45,8 +45,6 @@ class Ledger {
   /// Written before a segment is used, and taken away after it was destroyed.
   Status claim(uint64_t segment_id, Side side, uint32_t index);
   Result<std::vector<SegmentClaim>> claims() const;
-  /// Whether it can be said at all which segments the job used.
-  Status check_claims() const;
 
   /// Which shards the job has, by their ids; `record` has no extents.
   Status write_layout(const JobRecord& record, const std::vector<uint32_t>& shard_ids);

@@ -64,7 +64,7 @@ void give_back_to(Pool& pool, std::vector<Segment>& segments) {
 
 }  // namespace
 
-Status Adoption::run(std::unique_ptr<Ledger>& ledger, Inheritance& kept) {
+Status Adoption::run(Inheritance& kept) {
   begin_shards();
   if (Status taken = take_table(kept); !taken.is_ok()) return taken;
   if (Status taken = take_segments(); !taken.is_ok()) return taken;
@@ -74,7 +74,8 @@ Status Adoption::run(std::unique_ptr<Ledger>& ledger, Inheritance& kept) {
   }
   settle_values();
   MEMD_FAILPOINT("ledger.adopted");
-  job_.journal.open(std::move(ledger));
+  job_.ledger = std::move(remembered_.ledger());
+  job_.kept.memory()->claim_in(job_.ledger);
   tell_ledger();
   job_.durable.note_change();
   job_.table.end_adoption();
@@ -486,7 +487,7 @@ void Adoption::settle_values() {
 
 /// The ledger says again what is true; nothing that this daemon freed is anybody's.
 void Adoption::tell_ledger() {
-  Ledger& ledger = *job_.journal.ledger();
+  JobLedger& ledger = job_.ledger;
   // Slots that are free go first: an old one that was still current beside its successor would be
   // taken for it, should this daemon die here. Before them the shards, or a gradient that was
   // dropped would seem to be there and have no bytes.
@@ -499,7 +500,7 @@ void Adoption::tell_ledger() {
   for (const auto& session : remembered_.sessions()) {
     session_ids.insert(session->session_id);
     parts_.sessions.adopt(session);
-    parts_.sessions.note(&ledger, *session);
+    parts_.sessions.note(ledger, *session);
   }
   job_.group.note_all();
   job_.shards.note_given_ids(ledger.given_ids_end(static_cast<uint32_t>(job_.shards.size())));
@@ -520,7 +521,7 @@ void Adoption::note_freed_slots() {
   for (SlotRecord slot : remembered_.contents().slots) {
     if (slot.role == SlotRole::none || in_use.contains(slot.pin_first)) continue;
     slot.role = retired.contains(slot.pin_first) ? SlotRole::retired : SlotRole::none;
-    job_.journal.ledger()->note_slot(slot);
+    job_.ledger.note_slot(slot);
   }
 }
 

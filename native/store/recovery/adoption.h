@@ -21,6 +21,7 @@
 #include "store/cache/slots.h"
 #include "store/cache/training_group.h"
 #include "store/format/durability.h"
+#include "store/journal/job_ledger.h"
 #include "store/journal/keepsakes.h"
 #include "store/journal/progress.h"
 #include "store/recovery/remembered_job.h"
@@ -48,6 +49,7 @@ struct AdoptedJob {
   Shards& shards;
   JobProgress& progress;
   DurableState& durable;
+  JobLedger& ledger;
   JobJournal& journal;
   ShardTable& table;
   Slots& slots;
@@ -74,8 +76,8 @@ class Adoption {
   Adoption(const Adoption&) = delete;
   Adoption& operator=(const Adoption&) = delete;
 
-  /// `ledger`: RememberedJob's, which becomes the job's where all goes well.
-  Status run(std::unique_ptr<Ledger>& ledger, Inheritance& kept);
+  /// RememberedJob's ledger becomes the job's where all goes well.
+  Status run(Inheritance& kept);
 
  private:
   void begin_shards();

@@ -57,7 +57,7 @@ void finish_made_step(LedgerContents& contents, const ClosedStep& step, const Jo
 
 /// The base says where the step's buffers lie. The ledger names the places of before the
 /// step, or the same.
-void forget_loose_of_buffers(LedgerContents& contents, const ClosedStep& step, Ledger& ledger) {
+void forget_loose_of_buffers(LedgerContents& contents, const ClosedStep& step, JobLedger& ledger) {
   std::set<uint32_t> ids;
   for (const auto& [staged_id, buffer_id] : step.request.staged_buffers)
     ids.insert({staged_id, buffer_id});

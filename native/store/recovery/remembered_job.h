@@ -10,8 +10,8 @@
 #include "base/status.h"
 #include "store/cache/sessions.h"
 #include "store/format/catalogue.h"
+#include "store/journal/job_ledger.h"
 #include "store/journal/keepsakes.h"
-#include "store/journal/ledger.h"
 #include "store/state/tile_words.h"
 
 namespace memd {
@@ -24,7 +24,7 @@ namespace memd {
 class RememberedJob {
  public:
   /// `disk`: what the catalogue with the tag `tag` says; both outlive this.
-  RememberedJob(const JobRecord& disk, uint64_t tag, Ledger& ledger)
+  RememberedJob(const JobRecord& disk, uint64_t tag, JobLedger& ledger)
       : disk_(disk), tag_(tag), ledger_(ledger) {}
   RememberedJob(const RememberedJob&) = delete;
   RememberedJob& operator=(const RememberedJob&) = delete;
@@ -35,7 +35,7 @@ class RememberedJob {
   const JobRecord& record() const { return record_; }
   const std::vector<uint32_t>& shard_ids() const { return contents_.shard_ids; }
   const JobRecord& disk() const { return disk_; }
-  Ledger& ledger() const { return ledger_; }
+  JobLedger& ledger() const { return ledger_; }
   /// Its steps are those that have still to be made.
   const LedgerContents& contents() const { return contents_; }
   const std::vector<KeptTile>& tiles() const { return tiles_; }
@@ -63,7 +63,7 @@ class RememberedJob {
 
   const JobRecord& disk_;
   const uint64_t tag_;
-  Ledger& ledger_;
+  JobLedger& ledger_;
   LedgerContents contents_;
   std::optional<JobRecord> in_memory_;
   JobRecord record_;

@@ -301,7 +301,7 @@ void JobSnapshots::built(const RestoringPointer& restoring) {
   }
   job.operations().set_phase("commits");
   // Else the next daemon would take the memory of now for that of then.
-  job.journal().give_up();
+  job.kept().ledger().give_up();
   MEMD_FAILPOINT("snapshot.before_restore");
   parts_.commits.commit(
       job.job_id(), fresh.durable(), [this, restoring](const Status& status, double) {

@@ -33,13 +33,13 @@ void DurableState::keep(uint32_t shard_id) {
 void DurableState::begin_commit() {
   parts_.snapshot.begin(true);
   parts_.space.begin_commit();
-  parts_.journal.begin_commit();
+  parts_.ledger.begin_commit();
   is_changed_ = false;
 }
 
 bool DurableState::encode(size_t bytes_max) {
   parts_.snapshot.write(bytes_max);
-  const bool is_forgotten = parts_.journal.forget_old_extents(bytes_max / kOldExtentBytes);
+  const bool is_forgotten = parts_.ledger.forget_old_extents(bytes_max / kOldExtentBytes);
   return is_forgotten && !parts_.snapshot.is_writing();
 }
 
@@ -69,7 +69,7 @@ void DurableState::committed(uint64_t catalogue_tag) {
   parts_.space.end_commit(is_step);
   parts_.progress.committed_on_disk(is_step ? durable_.step() : 0);
   parts_.recorder.catalogue_bytes_changed();
-  parts_.journal.committed_on_disk(catalogue_tag);
+  parts_.ledger.committed_on_disk(catalogue_tag);
 }
 
 bool DurableState::release_superseded(ExtentStore& extents, size_t count) {

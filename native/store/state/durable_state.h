@@ -10,11 +10,11 @@
 #include "store/cache/shards.h"
 #include "store/format/catalogue.h"
 #include "store/journal/durable_job.h"
+#include "store/journal/job_ledger.h"
 #include "store/journal/progress.h"
 #include "store/space/commit.h"
 #include "store/space/job_space.h"
 #include "store/state/catalogue_snapshot.h"
-#include "store/state/job_journal.h"
 
 namespace memd {
 
@@ -29,7 +29,7 @@ class DurableState final : public CatalogueSource {
     CatalogueSnapshot& snapshot;
     JobSpace& space;
     JobProgress& progress;
-    JobJournal& journal;
+    JobLedger& ledger;
   };
 
   explicit DurableState(const Parts& parts) : parts_(parts) {}

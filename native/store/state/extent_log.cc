@@ -3,31 +3,30 @@
 namespace memd {
 
 void ExtentLog::note_value(const Entry& entry, size_t index) {
-  if (ledger_ == nullptr) return;
   using Kind = LooseKey::Kind;
   const bool gradient = entry.kind() == EntryKind::gradient;
   if (space_.is_updating() && !gradient) return;
   const Kind kind = gradient                               ? Kind::gradient
                     : entry.kind() == EntryKind::parameter ? Kind::value
                                                            : Kind::bytes;
-  ledger_->note_loose(
+  ledger_.note_loose(
       {.kind = kind, .owner = entry.kept_owner(), .index = static_cast<uint32_t>(index)},
       entry.replicas()[index].extent());
 }
 
 void ExtentLog::note_rest(const Bucket& bucket, size_t tile) {
-  if (ledger_ == nullptr || space_.is_updating()) return;
-  ledger_->note_loose({.kind = LooseKey::Kind::rest,
-                       .owner = bucket.value->owner(),
-                       .index = static_cast<uint32_t>(tile)},
-                      bucket.rest[tile].extent());
+  if (space_.is_updating()) return;
+  ledger_.note_loose({.kind = LooseKey::Kind::rest,
+                      .owner = bucket.value->owner(),
+                      .index = static_cast<uint32_t>(tile)},
+                     bucket.rest[tile].extent());
 }
 
 std::optional<uint32_t> ExtentLog::tile_record(uint64_t key) {
   if (tiles_.words() == nullptr) return std::nullopt;
   const auto record = tiles_.words()->record_of(key);
   // The job would be wrong without it: the next daemon starts it from disk.
-  if (!record) ledger_->give_up();
+  if (!record) ledger_.give_up();
   return record;
 }
 
@@ -43,7 +42,7 @@ void ExtentLog::note_tile(const Bucket& bucket,
                            .private_offset_bytes = std::nullopt,
                            .value = bucket.value->replicas()[tile].extent(),
                            .rest = bucket.rest[tile].extent()},
-                          ledger_->base(),
+                          ledger_.base(),
                           piece_next);
 }
 

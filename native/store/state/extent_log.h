@@ -8,7 +8,7 @@
 
 #include "store/cache/bucket.h"
 #include "store/cache/entry.h"
-#include "store/journal/ledger.h"
+#include "store/journal/job_ledger.h"
 #include "store/space/job_space.h"
 #include "store/state/private_tiles.h"
 
@@ -19,7 +19,7 @@ namespace memd {
 /// thread calls everything; nothing blocks.
 class ExtentLog {
  public:
-  ExtentLog(const std::unique_ptr<Ledger>& ledger, const JobSpace& space, PrivateTiles& tiles)
+  ExtentLog(JobLedger& ledger, const JobSpace& space, PrivateTiles& tiles)
       : ledger_(ledger), space_(space), tiles_(tiles) {}
   ExtentLog(const ExtentLog&) = delete;
   ExtentLog& operator=(const ExtentLog&) = delete;
@@ -36,7 +36,7 @@ class ExtentLog {
   std::optional<uint32_t> tile_record(uint64_t key);
 
  private:
-  const std::unique_ptr<Ledger>& ledger_;
+  JobLedger& ledger_;
   const JobSpace& space_;
   PrivateTiles& tiles_;
 };

@@ -4,32 +4,15 @@
 
 namespace memd {
 
-void JobJournal::give_up() {
-  if (ledger_ != nullptr) ledger_->give_up();
-}
-
-void JobJournal::note_tile_words() {
-  if (ledger_ != nullptr) ledger_->note_tile_words();
-}
-
 // ---- Shards -------------------------------------------------------------------------------------
 
-void JobJournal::reset_shard(uint32_t shard_id) {
-  if (ledger_ != nullptr) ledger_->reset_shard(shard_id);
-}
-
 void JobJournal::note_shard(uint32_t shard_id) {
-  if (ledger_ == nullptr) return;
   const Shard& shard = parts_.shards[shard_id];
-  ledger_->note_shard(shard_id, shard.written, shard.contributors);
-}
-
-void JobJournal::note_generation(uint32_t shard_id, uint64_t generation) {
-  if (ledger_ != nullptr) ledger_->note_generation(shard_id, generation);
+  parts_.ledger.note_shard(shard_id, shard.written, shard.contributors);
 }
 
 void JobJournal::note_layout() {
-  if (ledger_ == nullptr) return;
+  if (!parts_.ledger.is_open()) return;
   JobRecord layout = parts_.recorder.record();
   // The catalogue and the loose extents name the places.
   for (ShardRecord& shard : layout.shards) {
@@ -41,18 +24,18 @@ void JobJournal::note_layout() {
     for (TileRecord& tile : bucket.tiles) tile = {};
   }
   // Without its shards nobody could go on with the job: the next daemon starts it from disk.
-  const Status written = ledger_->write_layout(layout, parts_.shards.ids_in_order());
-  if (!written.is_ok()) ledger_->give_up();
+  const Status written = parts_.ledger.write_layout(layout, parts_.shards.ids_in_order());
+  if (!written.is_ok()) parts_.ledger.give_up();
 }
 
 void JobJournal::change_layout(LayoutChange change) {
   change.added.job_id = parts_.job_id;
   change.added.name = parts_.job_name;
-  if (!ledger_->change_layout(change)) note_layout();
+  if (!parts_.ledger.change_layout(change)) note_layout();
 }
 
 void JobJournal::note_added(const std::vector<uint32_t>& shard_ids, size_t bucket_begin) {
-  if (ledger_ == nullptr) return;
+  if (!parts_.ledger.is_open()) return;
   LayoutChange change{.removed = {}, .added = {}, .added_ids = shard_ids};
   const Shards& shards = parts_.shards;
   for (const uint32_t id : shard_ids) {
@@ -70,7 +53,7 @@ void JobJournal::note_added(const std::vector<uint32_t>& shard_ids, size_t bucke
 }
 
 void JobJournal::note_removed(uint32_t shard_id) {
-  if (ledger_ != nullptr) change_layout({.removed = {shard_id}, .added = {}, .added_ids = {}});
+  if (parts_.ledger.is_open()) change_layout({.removed = {shard_id}, .added = {}, .added_ids = {}});
 }
 
 void JobJournal::note_shards() {
@@ -83,25 +66,11 @@ void JobJournal::note_shards() {
 // ---- Extents ------------------------------------------------------------------------------------
 
 void JobJournal::forget_extents(const Entry& entry) {
-  if (ledger_ == nullptr) return;
+  if (!parts_.ledger.is_open()) return;
   for (uint32_t index = 0; index < entry.replicas().size(); ++index) {
-    ledger_->note_loose(
+    parts_.ledger.note_loose(
         {.kind = LooseKey::Kind::bytes, .owner = entry.kept_owner(), .index = index}, {});
   }
-}
-
-// ---- Commits ------------------------------------------------------------------------------------
-
-void JobJournal::begin_commit() {
-  if (ledger_ != nullptr) ledger_->begin_commit();
-}
-
-bool JobJournal::forget_old_extents(size_t count_max) {
-  return ledger_ == nullptr || ledger_->empty_old_places(count_max);
-}
-
-void JobJournal::committed_on_disk(uint64_t tag) {
-  if (ledger_ != nullptr) ledger_->rebase(tag);
 }
 
 }  // namespace memd

@@ -13,10 +13,9 @@ void KeptMemory::expect_shards() {
 
 Status KeptMemory::open_ledger(const Keepsakes& keepsakes, uint64_t segment_bytes, uint64_t tag) {
   if (!keepsakes.has_keeper()) return Status::ok();
-  auto ledger = Ledger::create(parts_.job_id, segment_bytes);
-  if (!ledger.is_ok()) return ledger.status();
-  parts_.journal.open(std::move(ledger).value());
-  parts_.journal.committed_on_disk(tag);
+  if (Status created = parts_.ledger.create(parts_.job_id, segment_bytes); !created.is_ok())
+    return created;
+  parts_.ledger.committed_on_disk(tag);
   if (Status opened = open_tile_words(); !opened.is_ok()) return opened;
   parts_.journal.note_shards();
   parts_.cache.slots().note_all();
@@ -24,9 +23,9 @@ Status KeptMemory::open_ledger(const Keepsakes& keepsakes, uint64_t segment_byte
 }
 
 Status KeptMemory::give(std::vector<Segment>& segments, uint64_t segment_bytes, IoQueue& io) {
-  auto memory = JobMemory::create(segments, segment_bytes, io, parts_.journal.ledger().get());
+  auto memory = JobMemory::create(segments, segment_bytes, io, &parts_.ledger);
   if (!memory.is_ok()) {
-    parts_.journal.close();
+    parts_.ledger.close();
     parts_.tiles.set_words(nullptr);
     return memory.status();
   }
@@ -35,11 +34,10 @@ Status KeptMemory::give(std::vector<Segment>& segments, uint64_t segment_bytes, 
 }
 
 void KeptMemory::keep(Keepsakes& keepsakes) {
-  if (!parts_.journal.is_open()) return;
+  if (!parts_.ledger.is_open()) return;
   MEMD_FAILPOINT("ledger.before_kept");
   keep_tile_words(keepsakes);
-  keepsakes.keep_job(
-      parts_.job_id, parts_.cache.table().memory().fd(), parts_.journal.ledger()->fd());
+  keepsakes.keep_job(parts_.job_id, parts_.cache.table().memory().fd(), parts_.ledger.fd());
 }
 
 Status KeptMemory::open_tile_words() {
@@ -47,7 +45,7 @@ Status KeptMemory::open_tile_words() {
 }
 
 Status KeptMemory::open_host_words() {
-  if (!parts_.journal.is_open() || parts_.tiles.words() != nullptr) return Status::ok();
+  if (!parts_.ledger.is_open() || parts_.tiles.words() != nullptr) return Status::ok();
   auto words = TileWords::create(parts_.job_id);
   if (!words.is_ok()) return words.status();
   parts_.tiles.set_words(std::move(words).value());
@@ -55,9 +53,9 @@ Status KeptMemory::open_host_words() {
 }
 
 void KeptMemory::keep_tile_words(Keepsakes& keepsakes) {
-  if (!parts_.journal.is_open() || parts_.tiles.words() == nullptr) return;
+  if (!parts_.ledger.is_open() || parts_.tiles.words() == nullptr) return;
   keepsakes.keep_tiles(parts_.job_id, parts_.tiles.words()->fd());
-  parts_.journal.note_tile_words();
+  parts_.ledger.note_tile_words();
 }
 
 Status KeptMemory::take_over(KeptMemory& before,
@@ -76,7 +74,7 @@ Status KeptMemory::take_over(KeptMemory& before,
     keepsakes.forget_tiles(parts_.job_id);
     opened = open_ledger(keepsakes, segment_bytes, tag);
     if (opened.is_ok()) {
-      memory_->claim_in(parts_.journal.ledger().get());
+      memory_->claim_in(parts_.ledger);
       keep(keepsakes);
     }
   }
@@ -94,15 +92,15 @@ void KeptMemory::free_all() {
 
 void KeptMemory::end() {
   if (memory_ != nullptr) memory_->end_claims();
-  parts_.journal.close();
+  parts_.ledger.close();
 }
 
 KeptMemory::Left KeptMemory::take() {
-  parts_.journal.give_up();
+  parts_.ledger.give_up();
   if (memory_ == nullptr) return {};
   free_all();
   memory_->end_claims();
-  return {.ledger = parts_.journal.take(), .memory = std::move(memory_)};
+  return {.ledger = std::move(parts_.ledger), .memory = std::move(memory_)};
 }
 
 }  // namespace memd

@@ -12,8 +12,8 @@
 #include "store/cache/job_memory.h"
 #include "store/cache/shards.h"
 #include "store/format/durability.h"
+#include "store/journal/job_ledger.h"
 #include "store/journal/keepsakes.h"
-#include "store/journal/ledger.h"
 #include "store/state/host_tiles.h"
 #include "store/state/job_journal.h"
 #include "store/state/private_tiles.h"
@@ -21,25 +21,25 @@
 namespace memd {
 
 /// Owns the job's segments and what lies in their host side, and opens and ends what belongs to
-/// them: the ledger, which JobJournal has, and the tile words, which PrivateTiles has. Where nobody
-/// keeps descriptors there is neither. The next daemon takes for the job's memory what its kept
-/// ledger claims, so that a ledger is opened before a segment is taken and kept after all are
-/// claimed. Owned by the Job; the ShardStore and an adoption call it on the server thread; blocks
-/// no longer than the DescriptorKeeper does.
+/// them: the ledger, whose facts JobJournal and others tell, and the tile words, which PrivateTiles
+/// has. Where nobody keeps descriptors there is neither. The next daemon takes for the job's memory
+/// what its kept ledger claims, so that a ledger is opened before a segment is taken and kept after
+/// all are claimed. Owned by the Job; the ShardStore and an adoption call it on the server thread;
+/// blocks no longer than the DescriptorKeeper does.
 class KeptMemory {
  public:
   struct Parts {
     const uint64_t job_id;
     const Shards& shards;
     const Durability& durability;
+    JobLedger& ledger;
     JobJournal& journal;
     PrivateTiles& tiles;
     JobCache& cache;
   };
-  /// A dropped job leaves these; `ledger` is nullptr where nobody keeps descriptors, and `memory`
-  /// where the job had none.
+  /// A dropped job leaves these; `memory` is nullptr where the job had none.
   struct Left {
-    std::unique_ptr<Ledger> ledger;
+    JobLedger ledger;
     std::unique_ptr<JobMemory> memory;
   };
 
@@ -49,6 +49,8 @@ class KeptMemory {
 
   /// Nothing before the first session attaches: an idle job holds disk only.
   const std::unique_ptr<JobMemory>& memory() const { return memory_; }
+  /// Open while somebody keeps the memory's descriptors.
+  JobLedger& ledger() { return parts_.ledger; }
   /// They lie in the memory's host side.
   HostTiles& host_tiles() { return host_tiles_; }
   /// Tells the memory what the arena would like to hold. A shard more costs no look at the others:

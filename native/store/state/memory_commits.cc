@@ -11,11 +11,11 @@ namespace memd {
 
 void MemoryCommits::commit(uint64_t base, std::function<void()> done) {
   MEMD_CHECK(done_ == nullptr);
-  if (!parts_.journal.is_open() || parts_.tiles.words() == nullptr) return done();
+  if (!parts_.ledger.is_open() || parts_.tiles.words() == nullptr) return done();
   base_ = base;
   done_ = std::move(done);
   parts_.snapshot.begin(false);
-  parts_.journal.begin_commit();
+  parts_.ledger.begin_commit();
 }
 
 void MemoryCommits::advance(size_t bytes_max) {
@@ -28,10 +28,10 @@ void MemoryCommits::advance(size_t bytes_max) {
 
 void MemoryCommits::write(std::vector<std::byte> record) {
   const size_t bytes = record.size() + JobEncoder::kSealBytes;
-  const auto place = parts_.journal.ledger()->open_record(bytes);
+  const auto place = parts_.ledger.open_record(bytes);
   if (!place.is_ok()) {
     // The next daemon would go on from an older step: it starts the job from disk.
-    parts_.journal.give_up();
+    parts_.ledger.give_up();
     return finish();
   }
   struct Write {
@@ -52,7 +52,7 @@ void MemoryCommits::write(std::vector<std::byte> record) {
       },
       [this, write] {
         // The commit.
-        parts_.journal.ledger()->publish_record(write->into.size(), write->checksum, base_);
+        parts_.ledger.publish_record(write->into.size(), write->checksum, base_);
         finish();
       });
 }

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "base/workers.h"
+#include "store/journal/job_ledger.h"
 #include "store/state/catalogue_snapshot.h"
-#include "store/state/job_journal.h"
 #include "store/state/private_tiles.h"
 
 namespace memd {
@@ -22,7 +22,7 @@ class MemoryCommits {
   struct Parts {
     const uint64_t job_id;
     CatalogueSnapshot& snapshot;
-    JobJournal& journal;
+    JobLedger& ledger;
     const PrivateTiles& tiles;
     Workers& workers;
   };

@@ -116,7 +116,7 @@ void Moments::note_written(uint32_t shard_id, uint64_t generation, bool keeps_ma
   parts_.table.withdraw_shard(shard_id);
   shard.generation = generation;
   parts_.table.publish_shard(shard_id);
-  if (parts_.ledger != nullptr) parts_.ledger->note_generation(shard_id, generation);
+  parts_.ledger.note_generation(shard_id, generation);
   parts_.durable.note_change();
   if (shard.keeps_maximum == keeps_maximum) return;
   shard.keeps_maximum = keeps_maximum;

@@ -17,7 +17,7 @@
 #include "store/cache/shards.h"
 #include "store/cache/slots.h"
 #include "store/cache/wait_lists.h"
-#include "store/journal/ledger.h"
+#include "store/journal/job_ledger.h"
 #include "store/journal/progress.h"
 #include "store/space/extent_store.h"
 #include "store/space/job_space.h"
@@ -51,7 +51,7 @@ struct StateParts {
   JobCounters& counters;
   Activities& activities;
   const std::unique_ptr<JobMemory>& memory;
-  const std::unique_ptr<Ledger>& ledger;
+  JobLedger& ledger;
   JobSpace& space;
   const JobProgress& progress;
   Admission& admission;

@@ -552,7 +552,7 @@ void TileTasks::run_on_worker(Running& running, const TileState& state) const {
     if (running.guard && state.private_offset_bytes) guard(running, state);
     task.work(running.bytes);
     if (state.private_offset_bytes) {
-      parts_.tiles.words()->publish(*running.record, state, parts_.ledger->base());
+      parts_.tiles.words()->publish(*running.record, state, parts_.ledger.base());
     }
     running.has_moved = running.is_host() && (running.old_place || disk);
     MEMD_FAILPOINT("tile.before_checksums");
@@ -574,7 +574,7 @@ void TileTasks::guard(const Running& running, const TileState& state) const {
   TileState kept = state;
   kept.private_offset_bytes = running.guard->offset_bytes;
   kept.host_bytes = running.guard->bytes;
-  parts_.tiles.words()->publish(*running.record, kept, parts_.ledger->base());
+  parts_.tiles.words()->publish(*running.record, kept, parts_.ledger.base());
   MEMD_FAILPOINT("host.guarded");
 }
 

@@ -75,9 +75,9 @@ class TileWords {
 
   /// The tile's record; nothing where there is room for no more.
   std::optional<uint32_t> record_of(uint64_t key);
-  /// `base`: the catalogue on disk that the state builds on, Ledger::base(); a state of tier host
-  /// builds on none, and stays true whatever is committed. `piece_next`: the tile is on disk in the
-  /// middle of an update to the next step, which has done the pieces before it.
+  /// `base`: the catalogue on disk that the state builds on, JobLedger::base(); a state of tier
+  /// host builds on none, and stays true whatever is committed. `piece_next`: the tile is on disk
+  /// in the middle of an update to the next step, which has done the pieces before it.
   void publish(uint32_t record,
                const TileState& state,
                uint64_t base,

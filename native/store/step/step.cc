@@ -135,7 +135,7 @@ void Step::leave_ledger() {
     parts_.gate.note_session(*session);
   }
   MEMD_FAILPOINT("ledger.step_done");
-  parts_.job.ledger->forget_step(*std::exchange(place_, std::nullopt));
+  parts_.job.ledger.forget_step(*std::exchange(place_, std::nullopt));
 }
 
 // ---- The machine --------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ void Step::publish() {
 void Step::stop_job(const Status& status) {
   const StateParts& job = parts_.job;
   JobProgress& progress = parts_.progress;
-  if (job.ledger != nullptr) job.ledger->give_up();
+  job.ledger.give_up();
   progress.stop(error(status.code(),
                       "job ",
                       job.job_name,

@@ -47,7 +47,7 @@ void StepCommit::count(std::optional<size_t> place) {
   JobProgress& progress = parts_.progress;
   progress.begin_step();
   is_counted_ = true;
-  if (place) parts_.job.ledger->note_committing(*place, progress.committed_step());
+  if (place) parts_.job.ledger.note_committing(*place, progress.committed_step());
 }
 
 void StepCommit::take_back(uint64_t failed_count) {
@@ -63,7 +63,7 @@ void StepCommit::take_back(uint64_t failed_count) {
   // Memory would say N, and the disk maybe N + 1: the next daemon starts the job from disk. A sync
   // leaves both at N, and the catalogue's tag says which of them the ledger builds on.
   const bool is_outcome_unknown = is_step_ && job.durable.failed_commit_count() != failed_count;
-  if (is_outcome_unknown && job.ledger != nullptr) job.ledger->give_up();
+  if (is_outcome_unknown) job.ledger.give_up();
 }
 
 void StepCommit::count_generations() const {

@@ -31,11 +31,12 @@ void Steps::step(StepRequest request, std::vector<StepCall> others, StepDone don
   if (!status.is_ok()) return refuse(request, others, done, status);
   request.summed = summed_gradients(parts_, request);
   std::optional<size_t> place;
-  const auto& ledger = parts_.job.ledger;
-  if (ledger != nullptr && !MEMD_PLANTED("ledger.step_not_recorded")) {
-    const auto closed = ledger->close_step(request);
+  if (!MEMD_PLANTED("ledger.step_not_recorded")) {
+    const auto closed = parts_.job.ledger.close_step(request);
     if (!closed.is_ok()) return refuse(request, others, done, closed.status());
     place = closed.value();
+  }
+  if (place) {
     MEMD_FAILPOINT("ledger.step_closed");
   }
   accept(
