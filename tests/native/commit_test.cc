@@ -407,7 +407,7 @@ TEST_F(CommitTest, fifty_random_operations_leak_no_extent) {
   }
   uint64_t state_bytes = 0;
   heart.job(session).shards().for_each_replica(
-      [&](Replica& replica) { state_bytes += replica.length_bytes(); });
+      [&](ReplicaPlace replica) { state_bytes += replica->length_bytes(); });
   EXPECT_EQ(heart.job(session).space().used_bytes(), state_bytes);
   EXPECT_EQ(heart.extents().capacity_bytes() - heart.extents().free_bytes(), durable_bytes);
   Heart again(after_power_cut(*disk_));

@@ -330,7 +330,7 @@ TEST_P(EarlyUpdateTest, a_session_that_ends_leaves_the_step_before_it_and_nothin
   job.durable().note_change();
   ASSERT_TRUE(heart.sync(other).is_ok());
   uint64_t named_bytes = 0;
-  job.shards().for_each_replica([&](Replica& each) { named_bytes += each.length_bytes(); });
+  job.shards().for_each_replica([&](ReplicaPlace each) { named_bytes += each->length_bytes(); });
   EXPECT_EQ(job.space().used_bytes(), named_bytes);
 }
 

@@ -2,10 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "store/cache/entry.h"
 #include "store/cache/shard_ids.h"
+#include "store/space/job_space.h"
 #include "store/space/replica.h"
 
 namespace memd {
@@ -35,6 +38,20 @@ TEST(Replica, says_what_it_was_given_in_24_bytes) {
   EXPECT_FALSE(Replica().exists());
 }
 
+TEST(ReplicaList, lets_everybody_read_and_nobody_but_the_jobs_space_write) {
+  using Read = decltype(std::declval<ReplicaList&>()[0]);
+  using Place = decltype(*std::declval<ReplicaList&>().place(0));
+  static_assert(std::is_same_v<Read, const Replica&>);
+  static_assert(std::is_same_v<Place, const Replica&>);
+  static_assert(std::is_same_v<decltype(std::declval<Entry&>().replicas()), const ReplicaList&>);
+  ReplicaList list(2);
+  const ReplicaPlace second = list.place(1);
+  JobSpace::adopt(second, extent_at(8192), JobSpace::kOnDisk);
+  EXPECT_EQ(list[1].offset_bytes(), 8192U);
+  EXPECT_EQ(second->offset_bytes(), 8192U);
+  EXPECT_FALSE(list[0].exists());
+}
+
 TEST(ReplicaList, holds_none_one_and_many_and_one_takes_no_memory_of_its_own) {
   for (const size_t count : {0, 1, 2, 300}) {
     ReplicaList list(count);
@@ -42,7 +59,7 @@ TEST(ReplicaList, holds_none_one_and_many_and_one_takes_no_memory_of_its_own) {
     EXPECT_EQ(list.empty(), count == 0);
     for (const Replica& replica : list) EXPECT_FALSE(replica.exists() || replica.epoch() != 0);
     for (size_t i = 0; i < count; ++i)
-      list[i] = Replica(extent_at(4096 * (i + 1)), Replica::kEpochMax - i);
+      JobSpace::adopt(list.place(i), extent_at(4096 * (i + 1)), Replica::kEpochMax - i);
     const auto* const place = reinterpret_cast<const std::byte*>(list.data());
     const auto* const self = reinterpret_cast<const std::byte*>(&list);
     EXPECT_EQ(place == self, count == 1);
@@ -55,7 +72,7 @@ TEST(ReplicaList, holds_none_one_and_many_and_one_takes_no_memory_of_its_own) {
       EXPECT_EQ(again[i].extent().address.offset_bytes, 4096 * (i + 1));
       EXPECT_EQ(again[i].epoch(), Replica::kEpochMax - i);
     }
-    if (count == 1) again[0] = {};
+    if (count == 1) JobSpace::adopt(again.place(0), {}, JobSpace::kOnDisk);
     EXPECT_EQ(again.size(), count) << "an empty replica is one as well";
   }
 }

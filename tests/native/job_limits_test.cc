@@ -104,7 +104,7 @@ class JobSpaceTest : public ::testing::Test {
   /// Of those that allocate() has made.
   uint64_t taken_bytes() { return free_bytes_ - heart_.extents().free_bytes(); }
   void replace(Replica& place) {
-    space_.replace(place, allocate(), heart_.extents());
+    space_.replace(ReplicaPlace(place), allocate(), heart_.extents());
     space_.take(SpaceUse::state, kBlockBytes);
   }
   bool release(size_t count = 100) { return space_.release_superseded(heart_.extents(), count); }
@@ -141,7 +141,8 @@ TEST_F(JobSpaceTest, what_came_after_a_commit_began_is_free_at_once_and_what_cam
   EXPECT_FALSE(space_.is_referenced(after));
   space_.end_commit(true);
   EXPECT_TRUE(release());
-  for (Replica* const place : {&before, &after}) space_.release(*place, heart_.extents());
+  for (Replica* const place : {&before, &after})
+    space_.release(ReplicaPlace(*place), heart_.extents());
   EXPECT_EQ(taken_bytes(), kBlockBytes) << "the catalogue on disk names it";
   EXPECT_EQ(space_.used_bytes(), kBlockBytes);
 }

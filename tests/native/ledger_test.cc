@@ -1497,6 +1497,18 @@ TEST_F(AdoptionTest, a_ledger_that_is_kept_claims_all_segments_of_its_job) {
   expect_twins(1);
 }
 
+TEST_F(AdoptionTest, extents_that_the_disk_names_are_not_free_for_the_next_daemon) {
+  begin(DType::float32, 8);
+  restart();
+  Job& job = heart_->job(session_);
+  size_t count = 0;
+  job.shards().for_each_replica([&](ReplicaPlace each) {
+    EXPECT_TRUE(job.space().is_referenced(*each)) << "at " << each->offset_bytes();
+    ++count;
+  });
+  EXPECT_GT(count, 0U);
+}
+
 TEST_F(AdoptionTest, segments_that_the_next_daemon_takes_are_claimed_for_the_one_after_it) {
   segment_count_ = kFloorSegments + 8;
   begin(DType::float32, 8);

@@ -718,7 +718,7 @@ class StepTest : public ShardStoreTest {
     ASSERT_TRUE(synced.is_ok()) << synced.message();
     uint64_t named_bytes = 0;
     heart.job(session_).shards().for_each_replica(
-        [&](Replica& replica) { named_bytes += replica.length_bytes(); });
+        [&](ReplicaPlace replica) { named_bytes += replica->length_bytes(); });
     EXPECT_EQ(heart.job(session_).space().used_bytes(), named_bytes);
     const uint64_t taken = heart.extents().capacity_bytes() - heart.extents().free_bytes();
     EXPECT_LE(taken, named_bytes + 64_KiB)

@@ -526,7 +526,7 @@ inline std::vector<uint64_t> dirty_keys(const PrivateTiles& tiles) {
 /// Each byte of an idle job's quota, arena and private side is something's.
 inline void expect_all_bytes_held(Job& job) {
   uint64_t named_bytes = 0;
-  job.shards().for_each_replica([&](Replica& each) { named_bytes += each.length_bytes(); });
+  job.shards().for_each_replica([&](ReplicaPlace each) { named_bytes += each->length_bytes(); });
   EXPECT_EQ(job.space().used_bytes(), named_bytes);
   job.cache().slots().free_retired();
   uint64_t slot_bytes = 0;

@@ -115,9 +115,6 @@ class Entry {
     MEMD_CHECK(task_count_ != 0);
     --task_count_;
   }
-  EvictionPrice price() const {
-    return residency_ == Residency::dirty ? EvictionPrice::dirty : EvictionPrice::clean;
-  }
 
   // ---- Where its bytes are ----
 
@@ -146,9 +143,10 @@ class Entry {
     return replace_slot(take_pending());
   }
 
-  /// On disk; JobSpace fills and empties them.
-  ReplicaList& replicas() { return replicas_; }
+  /// On disk.
   const ReplicaList& replicas() const { return replicas_; }
+  /// For JobSpace, which fills and empties it.
+  ReplicaPlace replica_place(size_t index) { return replicas_.place(index); }
   /// All of its bytes are on disk (as of their last writeback, which may have failed half way).
   bool has_replica() const {
     return !replicas_.empty() &&
@@ -221,6 +219,10 @@ class Entry {
   const uint8_t stride_log2_ : 6;
   EntryPrefetch prefetch_;
 };
+
+inline EvictionPrice price_of(const Entry& entry) {
+  return entry.residency() == Residency::dirty ? EvictionPrice::dirty : EvictionPrice::clean;
+}
 
 // A parameter that has a bucket of its own has two, and bench_growth.py counts the bytes of each:
 // large members first, so that no bytes are lost between them.

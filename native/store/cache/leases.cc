@@ -295,7 +295,7 @@ Leases::Grant Leases::grant_resident(const Try& asked) {
     if (const Outcome outcome = begin_writing(asked)) return *outcome;
   }
   if (const Outcome outcome = check_pin_count(asked, index)) return *outcome;
-  parts_.policy.used(entry.id(), entry.price());
+  parts_.policy.used(entry.id(), price_of(entry));
   reply_granted(asked, *entry.slot());
   return Grant::done;
 }

@@ -91,7 +91,7 @@ void PlanProgress::follow(Session& session, std::span<const Use> uses) {
                              : nullptr;
     if (entry == nullptr) continue;
     if (use.is_resident && entry->is_resident() && entry->pending() == nullptr) {
-      parts_.policy.used(entry->id(), entry->price());
+      parts_.policy.used(entry->id(), price_of(*entry));
     }
     parts_.window.note_used(*entry);
     const auto kind = kind_of(*entry, use.mode);

@@ -30,7 +30,7 @@ void Residencies::move_unnoted(Entry& entry, Residency from, Residency to) {
   if (from == Residency::draining) draining_bytes_ -= entry.bytes();
   if (to == Residency::draining) draining_bytes_ += entry.bytes();
   if (entry.is_resident() && entry.pending() == nullptr)
-    parts_.policy.used(entry.id(), entry.price());
+    parts_.policy.used(entry.id(), price_of(entry));
   if (!entry.is_resident() && parts_.gates.early_slot(entry) == nullptr)
     parts_.policy.forget(entry.id());
   if (to == Residency::absent) parts_.window.end(entry);
@@ -69,7 +69,7 @@ void Residencies::note_changed(const Entry& entry) {
   const bool is_known = parts_.policy.residents().contains(entry.id());
   // While it had a pending slot it may have become resident in silence.
   if (!is_known && entry.is_resident() && entry.pending() == nullptr)
-    parts_.policy.used(entry.id(), entry.price());
+    parts_.policy.used(entry.id(), price_of(entry));
   parts_.policy.put_back(entry.id());
   parts_.waits.wake(entry);
   parts_.waits.wake(WaitList::room);

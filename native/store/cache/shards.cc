@@ -279,15 +279,16 @@ void Shards::add_bytes(const ShardSpec& spec) {
 }
 
 void Shards::for_each_replica(const JobSpace::Visit& visit) {
-  const auto visit_all = [&visit](ReplicaList& replicas) {
-    for (Replica& replica : replicas) {
-      if (replica.exists()) visit(replica);
-    }
+  const auto visit_held = [&visit](ReplicaPlace place) {
+    if (place->exists()) visit(place);
   };
   for (Entry* const entry : entries_) {
-    if (entry != nullptr && entry->kind() != EntryKind::gradient) visit_all(entry->replicas());
+    if (entry == nullptr || entry->kind() == EntryKind::gradient) continue;
+    for (size_t i = 0; i < entry->replicas().size(); ++i) visit_held(entry->replica_place(i));
   }
-  for (Bucket& bucket : buckets_) visit_all(bucket.rest);
+  for (Bucket& bucket : buckets_) {
+    for (size_t tile = 0; tile < bucket.rest.size(); ++tile) visit_held(bucket.rest.place(tile));
+  }
 }
 
 Entry* Shards::find_entry(uint32_t shard_id, Part part) const {
@@ -484,7 +485,7 @@ void Shards::restore_shard(const ShardRecord& in, std::vector<std::vector<uint32
   shard.generation = in.generation;
   shard.written = !in.extents.empty() || shard.bytes == 0;
   for (size_t i = 0; i < in.extents.size(); ++i)
-    shard.value->replicas()[i] = Replica(in.extents[i], JobSpace::kOnDisk);
+    JobSpace::adopt(shard.value->replica_place(i), in.extents[i], JobSpace::kOnDisk);
 }
 
 void Shards::restore_bucket(const BucketRecord& in, std::vector<uint32_t> ids) {
@@ -505,8 +506,9 @@ void Shards::restore_bucket(const BucketRecord& in, std::vector<uint32_t> ids) {
       });
   if (needs_maxima) begin_updates(made, true);
   for (size_t tile = 0; tile < in.tiles.size(); ++tile) {
-    made.value->replicas()[tile] = Replica(in.tiles[tile].parameter, JobSpace::kOnDisk);
-    made.rest[tile] = Replica(in.tiles[tile].rest, JobSpace::kOnDisk);
+    const TileRecord& extents = in.tiles[tile];
+    JobSpace::adopt(made.value->replica_place(tile), extents.parameter, JobSpace::kOnDisk);
+    JobSpace::adopt(made.rest.place(tile), extents.rest, JobSpace::kOnDisk);
   }
 }
 

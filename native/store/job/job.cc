@@ -305,8 +305,8 @@ void Job::remove(uint32_t shard_id, uint64_t session_id, ExtentStore& extents) {
   MEMD_CHECK(entry.residency() == Residency::absent);
   if (entry.slot() != nullptr) cache_.slots().retire(entry.take_slot());
   if (entry.pending() != nullptr) cache_.slots().retire(entry.take_pending());
-  for (Replica& replica : entry.replicas()) {
-    if (replica.exists()) space_.release(replica, extents);
+  for (size_t i = 0; i < entry.replicas().size(); ++i) {
+    if (entry.replicas()[i].exists()) space_.release(entry.replica_place(i), extents);
   }
   journal_.forget_extents(entry);
   space_.forget(entry.replicas());
@@ -342,7 +342,7 @@ void Job::drop_gradient(Bucket& bucket, ExtentStore& extents) {
   if (entry.slot() != nullptr) cache_.slots().retire(entry.take_slot());
   cache_.waits().wake(WaitList::room);
   for (size_t i = 0; i < entry.replicas().size(); ++i) {
-    space_.replace_gradient(entry.replicas()[i], {}, extents);
+    space_.replace_gradient(entry.replica_place(i), {}, extents);
     extent_log_.note_value(entry, i);
   }
 }

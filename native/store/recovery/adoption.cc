@@ -265,14 +265,14 @@ bool Adoption::has_gradient(const Bucket& bucket) const {
 Status Adoption::place_loose_extents() {
   for (const auto& [key, extent] : remembered_.contents().loose) {
     const Place place = find_place(key);
-    if (place.replica == nullptr) {
+    if (!place.replica) {
       remembered_.ledger().note_loose(key, {});
       continue;
     }
     if (!place.may_be(extent.length_bytes) || !starts_on_block(extent)) {
       return damaged("an extent of ", extent.length_bytes, " bytes for ", place.length_bytes);
     }
-    *place.replica = Replica(extent, job_.space.epoch());
+    JobSpace::adopt(*place.replica, extent, job_.space.epoch());
     MEMD_FAILPOINT("adoption.extent_placed");
   }
   return Status::ok();
@@ -283,14 +283,14 @@ Adoption::Place Adoption::find_place(const LooseKey& key) {
     if (key.owner >= job_.shards.buckets().size()) return {};
     Bucket& bucket = job_.shards.bucket(key.owner);
     if (key.index >= bucket.tile_count()) return {};
-    return {.replica = &bucket.rest[key.index],
+    return {.replica = bucket.rest.place(key.index),
             .length_bytes = bucket.rest_bytes(key.index),
             .length_bytes_narrow = bucket.rest_bytes_narrow(key.index)};
   }
   Entry* const entry = find_loose_entry(key);
   if (entry == nullptr || key.index >= entry->replicas().size()) return {};
   const uint32_t length_bytes = entry->replica_bytes(key.index);
-  return {.replica = &entry->replicas()[key.index],
+  return {.replica = entry->replica_place(key.index),
           .length_bytes = length_bytes,
           .length_bytes_narrow = length_bytes};
 }
@@ -325,8 +325,8 @@ Status Adoption::place_tile_extents() {
         !fits(rest, bucket.may_have_rest(index, rest.length_bytes))) {
       return damaged("a tile's extents");
     }
-    bucket.value->replicas()[index] = Replica(value, job_.space.epoch());
-    bucket.rest[index] = Replica(rest, job_.space.epoch());
+    JobSpace::adopt(bucket.value->replica_place(index), value, job_.space.epoch());
+    JobSpace::adopt(bucket.rest.place(index), rest, job_.space.epoch());
   }
   return Status::ok();
 }
@@ -339,19 +339,21 @@ Status Adoption::reserve_extents() {
   }
   Status status;
   job_.space.count([](const auto&) {});
-  const auto adopt = [&](Replica& replica) {
+  const auto adopt = [&](ReplicaPlace place) {
     if (!status.is_ok()) return;
-    job_.space.count(replica);
-    const bool is_on_disk = unused.erase(replica.extent().address) == 1;
-    replica = Replica(replica.extent(), is_on_disk ? JobSpace::kOnDisk : job_.space.epoch());
+    job_.space.count(*place);
+    const ExtentRecord extent = place->extent();
+    const bool is_on_disk = unused.erase(extent.address) == 1;
+    JobSpace::adopt(place, extent, is_on_disk ? JobSpace::kOnDisk : job_.space.epoch());
     if (is_on_disk) return;
-    status = parts_.extents.reserve(replica.extent());
-    if (status.is_ok()) reserved_.push_back(replica.extent());
+    status = parts_.extents.reserve(extent);
+    if (status.is_ok()) reserved_.push_back(extent);
   };
   job_.shards.for_each_replica(adopt);
   for (Bucket& bucket : job_.shards.buckets()) {
-    for (Replica& replica : bucket.gradient->replicas()) {
-      if (replica.exists()) adopt(replica);
+    Entry& gradient = *bucket.gradient;
+    for (size_t i = 0; i < gradient.replicas().size(); ++i) {
+      if (gradient.replicas()[i].exists()) adopt(gradient.replica_place(i));
     }
   }
   if (!status.is_ok()) return damaged("an extent: ", status.message());

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -95,7 +96,7 @@ class Adoption {
   bool has_gradient(const Bucket& bucket) const;
 
   struct Place {
-    Replica* replica = nullptr;  // nullptr: of a shard or a gradient that was dropped
+    std::optional<ReplicaPlace> replica;  // none: of a shard or a gradient that was dropped
     uint32_t length_bytes = 0;
     uint32_t length_bytes_narrow =
         0;  // as well: of a rest extent from before its bucket kept maxima

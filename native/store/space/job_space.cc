@@ -28,46 +28,48 @@ std::string JobSpace::taken_text(SpaceUse use) const {
   return text;
 }
 
-void JobSpace::replace(Replica& place, const ExtentRecord& extent, ExtentStore& extents) {
+void JobSpace::replace(ReplicaPlace place, const ExtentRecord& extent, ExtentStore& extents) {
   MEMD_FAILPOINT("extent.before_supersede");
   release(place, extents);
-  place = Replica(extent, epoch_);
+  *place.replica_ = Replica(extent, epoch_);
 }
 
-void JobSpace::release(Replica& place, ExtentStore& extents) {
-  if (!place.exists()) {
+void JobSpace::release(ReplicaPlace place, ExtentStore& extents) {
+  if (!place->exists()) {
     // Rolling back leaves the place without an extent again.
-    if (is_updating_) superseded_.push_back({.place = &place, .extent = {}});
+    if (is_updating_) superseded_.push_back({.replica = place.replica_, .extent = {}});
     return;
   }
-  if (is_referenced(place) && !MEMD_PLANTED("extent.released_before_the_commit")) {
-    superseded_.push_back({.place = &place, .extent = place.extent()});
+  if (is_referenced(*place) && !MEMD_PLANTED("extent.released_before_the_commit")) {
+    superseded_.push_back({.replica = place.replica_, .extent = place->extent()});
   } else {
-    give_back(SpaceUse::state, place.length_bytes());
-    extents.release(place.extent());
+    give_back(SpaceUse::state, place->length_bytes());
+    extents.release(place->extent());
   }
-  place = {};
+  *place.replica_ = {};
 }
 
 void JobSpace::forget(const ReplicaList& places) {
   const Replica* const first = places.data();
   for (size_t i = is_updating_ ? update_begin_ : superseded_.size(); i < superseded_.size(); ++i) {
     Superseded& old = superseded_[i];
-    if (old.place >= first && old.place < first + places.size()) old.place = nullptr;
+    if (old.replica >= first && old.replica < first + places.size()) old.replica = nullptr;
   }
 }
 
-void JobSpace::replace_gradient(Replica& place, const ExtentRecord& extent, ExtentStore& extents) {
-  if (place.exists()) {
-    give_back(SpaceUse::gradient, place.length_bytes());
-    extents.release(place.extent());
+void JobSpace::replace_gradient(ReplicaPlace place,
+                                const ExtentRecord& extent,
+                                ExtentStore& extents) {
+  if (place->exists()) {
+    give_back(SpaceUse::gradient, place->length_bytes());
+    extents.release(place->extent());
   }
-  place = Replica(extent, epoch_);
+  *place.replica_ = Replica(extent, epoch_);
 }
 
 void JobSpace::add_superseded(const std::vector<ExtentRecord>& extents) {
   for (const ExtentRecord& extent : extents) {
-    superseded_.push_back({.place = nullptr, .extent = extent});
+    superseded_.push_back({.replica = nullptr, .extent = extent});
     used_bytes_ += extent.length_bytes;
   }
 }
@@ -80,9 +82,13 @@ std::vector<ExtentRecord> JobSpace::superseded() const {
   return extents;
 }
 
+void JobSpace::adopt(ReplicaPlace place, const ExtentRecord& extent, uint64_t epoch) {
+  *place.replica_ = Replica(extent, epoch);
+}
+
 void JobSpace::count(const Walk& each_replica) {
   used_bytes_ = 0;
-  each_replica([this](const Replica& replica) { count(replica); });
+  each_replica([this](ReplicaPlace place) { count(*place); });
 }
 
 void JobSpace::end_epoch() {
@@ -107,16 +113,16 @@ void JobSpace::roll_back(ExtentStore& extents) {
   if (MEMD_PLANTED("rollback.forgets_a_replica") && !undone.empty()) undone.pop_back();
   // Backwards, so that a place that was replaced twice ends with what it held first.
   for (auto it = undone.rbegin(); it != undone.rend(); ++it) {
-    if (it->place == nullptr) {
+    if (it->replica == nullptr) {
       // A shard that was deleted meanwhile stays deleted; the last catalogue still names its bytes.
       if (it->extent.exists()) superseded_.push_back(*it);
       continue;
     }
-    if (it->place->exists() && !is_referenced(*it->place)) {
-      give_back(SpaceUse::state, it->place->length_bytes());
-      extents.release(it->place->extent());
+    if (it->replica->exists() && !is_referenced(*it->replica)) {
+      give_back(SpaceUse::state, it->replica->length_bytes());
+      extents.release(it->replica->extent());
     }
-    *it->place = it->extent.exists() ? Replica(it->extent, kOnDisk) : Replica();
+    *it->replica = it->extent.exists() ? Replica(it->extent, kOnDisk) : Replica();
   }
 }
 

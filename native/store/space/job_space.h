@@ -60,7 +60,7 @@ inline SnapshotSpace& operator-=(SnapshotSpace& sum, const SnapshotSpace& less) 
 /// an epoch, a replica knows the epoch in which it came, and nobody walks over them.
 class JobSpace {
  public:
-  using Visit = std::function<void(Replica&)>;
+  using Visit = std::function<void(ReplicaPlace)>;
   /// Calls a Visit with every replica of the job's state.
   using Walk = std::function<void(const Visit&)>;
 
@@ -108,17 +108,20 @@ class JobSpace {
   // State.
   /// `extent` takes the place of what `place` holds, which is free at once, or after the next
   /// commit if a catalogue names it.
-  void replace(Replica& place, const ExtentRecord& extent, ExtentStore& extents);
-  void release(Replica& place, ExtentStore& extents);
+  void replace(ReplicaPlace place, const ExtentRecord& extent, ExtentStore& extents);
+  void release(ReplicaPlace place, ExtentStore& extents);
   /// `place` ends. roll_back() returns nothing to it.
   void forget(const ReplicaList& places);
   /// The same for a gradient's extent, which is free at once.
-  void replace_gradient(Replica& place, const ExtentRecord& extent, ExtentStore& extents);
+  void replace_gradient(ReplicaPlace place, const ExtentRecord& extent, ExtentStore& extents);
   /// The catalogue on disk names these, and memory needs them no more.
   void add_superseded(const std::vector<ExtentRecord>& extents);
   std::vector<ExtentRecord> superseded() const;
 
-  // Adoption.
+  // A start.
+  /// `place` has this extent since `epoch`: kOnDisk, or epoch() for what no catalogue names. It is
+  /// not counted.
+  static void adopt(ReplicaPlace place, const ExtentRecord& extent, uint64_t epoch);
   /// Counts anew: every replica that the walk visits.
   void count(const Walk& each_replica);
   void count(const Replica& replica) { used_bytes_ += replica.length_bytes(); }
@@ -150,7 +153,7 @@ class JobSpace {
   uint64_t set_aside_bytes() const { return metadata_bytes_ + snapshots_.bytes; }
 
   struct Superseded {
-    Replica* place;  // nullptr: its entry is gone, and nothing returns there
+    Replica* replica;  // nullptr: its entry is gone, and nothing returns there
     ExtentRecord extent;
   };
 

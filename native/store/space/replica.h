@@ -61,6 +61,21 @@ class Replica {
 };
 static_assert(sizeof(Replica) == 24);
 
+/// A replica that JobSpace may change: it counts bytes and knows what a catalogue names, so that it
+/// alone writes down what lies where. All others read. Valid as long as the replica is.
+class ReplicaPlace {
+ public:
+  explicit ReplicaPlace(Replica& replica) : replica_(&replica) {}
+
+  const Replica& operator*() const { return *replica_; }
+  const Replica* operator->() const { return replica_; }
+
+ private:
+  friend class JobSpace;
+
+  Replica* replica_;
+};
+
 /// As many as the constructor is told, which stay where they are until the list is moved. One,
 /// which is what nearly all entries have, is in the list itself: on the heap it takes 32 bytes
 /// more.
@@ -86,19 +101,16 @@ class ReplicaList {
 
   size_t size() const { return is_array() ? array_.count : 1; }
   bool empty() const { return size() == 0; }
-  Replica* data() { return is_array() ? array_.first : &one_; }
   const Replica* data() const { return is_array() ? array_.first : &one_; }
-  Replica* begin() { return data(); }
-  Replica* end() { return data() + size(); }
   const Replica* begin() const { return data(); }
   const Replica* end() const { return data() + size(); }
-  Replica& operator[](size_t index) {
-    MEMD_CHECK_LT(index, size());
-    return data()[index];
-  }
   const Replica& operator[](size_t index) const {
     MEMD_CHECK_LT(index, size());
     return data()[index];
+  }
+  ReplicaPlace place(size_t index) {
+    MEMD_CHECK_LT(index, size());
+    return ReplicaPlace(is_array() ? array_.first[index] : one_);
   }
 
  private:

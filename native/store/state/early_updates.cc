@@ -271,8 +271,8 @@ void EarlyUpdates::adopt(Bucket& bucket, SpeculativeBucket& made) {
     if (!made.tiles[tile]) continue;
     const SpeculativeTile it = *std::exchange(made.tiles[tile], std::nullopt);
     MEMD_FAILPOINT("early.before_tile_adopted");
-    parts_.space.replace(bucket.value->replicas()[tile], it.value, parts_.extents);
-    parts_.space.replace(bucket.rest[tile], it.rest, parts_.extents);
+    parts_.space.replace(bucket.value->replica_place(tile), it.value, parts_.extents);
+    parts_.space.replace(bucket.rest.place(tile), it.rest, parts_.extents);
     if (parts_.tiles.words() != nullptr) {
       parts_.log.note_tile(bucket, tile, parts_.progress.committed_step() + 1, std::nullopt);
     } else {

@@ -672,12 +672,12 @@ void TileTasks::log(const Running& running) {
 void TileTasks::settle(const Running& running,
                        const Status& status,
                        const ExtentRecord& extent,
-                       Replica& place) {
+                       ReplicaPlace place) {
   const bool is_kept = status.is_ok() && running.is_speculative();
   if (!extent.exists() || is_kept) return;
   const TileTask& task = running.task;
   if (status.is_ok() && task.entry->kind() == EntryKind::gradient) {
-    parts_.space.replace_gradient(task.entry->replicas()[task.index], extent, parts_.extents);
+    parts_.space.replace_gradient(task.entry->replica_place(task.index), extent, parts_.extents);
   } else if (status.is_ok()) {
     parts_.space.replace(place, extent, parts_.extents);
   } else {
@@ -690,16 +690,16 @@ void TileTasks::settle_extents(const Running& running, const Status& status) {
   const TileTask& task = running.task;
   if (running.is_host() && running.changes_state() && status.is_ok()) {
     // Bytes that a snapshot wrote are the snapshot's alone from here on.
-    Replica& value = task.entry->replicas()[task.index];
-    Replica& rest = task.bucket->rest[task.index];
-    if (value.exists()) parts_.space.release(value, parts_.extents);
-    if (rest.exists()) parts_.space.release(rest, parts_.extents);
+    const ReplicaPlace value = task.entry->replica_place(task.index);
+    const ReplicaPlace rest = task.bucket->rest.place(task.index);
+    if (value->exists()) parts_.space.release(value, parts_.extents);
+    if (rest->exists()) parts_.space.release(rest, parts_.extents);
   }
   if (running.writes_value()) {
-    settle(running, status, running.value_extent, task.entry->replicas()[task.index]);
+    settle(running, status, running.value_extent, task.entry->replica_place(task.index));
   }
   if (running.writes_rest()) {
-    settle(running, status, running.rest_extent, task.bucket->rest[task.index]);
+    settle(running, status, running.rest_extent, task.bucket->rest.place(task.index));
   }
 }
 

@@ -82,7 +82,7 @@ class TileTasks {
   void settle(const Running& running,
               const Status& status,
               const ExtentRecord& extent,
-              Replica& place);
+              ReplicaPlace place);
   void settle_memory(const Running& running, const Status& status);
 
   const StateParts parts_;

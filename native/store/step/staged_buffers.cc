@@ -76,7 +76,7 @@ void StagedBuffers::forget_old_extents() {
     Entry& fresh = *job.shards[buffer_id].value;
     if (fresh.residency() != Residency::dirty) continue;
     for (size_t i = 0; i < fresh.replicas().size(); ++i) {
-      if (fresh.replicas()[i].exists()) job.space.release(fresh.replicas()[i], job.extents);
+      if (fresh.replicas()[i].exists()) job.space.release(fresh.replica_place(i), job.extents);
       job.log.note_value(fresh, i);
     }
   }
@@ -89,8 +89,8 @@ void StagedBuffers::drop() {
     Entry& old = *job.shards[staged_id].value;
     if (old.is_resident()) job.residencies.move(old, old.residency(), Residency::absent);
     if (old.slot() != nullptr) job.slots.retire(old.take_slot());
-    for (Replica& replica : old.replicas()) {
-      if (replica.exists()) job.space.release(replica, job.extents);
+    for (size_t i = 0; i < old.replicas().size(); ++i) {
+      if (old.replicas()[i].exists()) job.space.release(old.replica_place(i), job.extents);
     }
     MEMD_FAILPOINT("ledger.old_buffer_dropped");
     // Now the staged bytes are the buffer's, also for whoever goes on after this daemon.
