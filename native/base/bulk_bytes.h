@@ -22,7 +22,6 @@ inline constexpr uint64_t kTurnBytesMax = 64_KiB;
 /// holds its length).
 enum class OwedPlace : uint8_t {
   journal_written,
-  shards_declared,
 };
 struct OwedRow {
   OwedPlace place;
@@ -31,7 +30,6 @@ struct OwedRow {
 };
 inline constexpr OwedRow kOwedPlaces[] = {
     {OwedPlace::journal_written, "journal_written", "a job's layout, and the request of a step"},
-    {OwedPlace::shards_declared, "shards_declared", "names and shapes of the shards of one call"},
 };
 
 #ifdef MEMD_COUNT_BYTES

@@ -295,8 +295,10 @@ Result<uint32_t> Server::detach(uint64_t session_id) {
 Result<std::pair<std::vector<ShardInfo>, bool>> Server::declare(
     uint64_t session_id, const std::vector<ShardSpec>& specs) {
   return thread_->ask_for_more<std::pair<std::vector<ShardInfo>, bool>>(
-      kAnswerS, "declaring shards", [this, session_id, specs](const auto& reply) {
-        reply(store().declare(session_id, specs));
+      kAnswerS,
+      "declaring shards",
+      [this, session_id, declared = std::make_shared<LabelledSpecs>(specs)](const auto& reply) {
+        reply(store().declare(session_id, std::move(*declared)));
       });
 }
 

@@ -294,18 +294,17 @@ void ShardStore::detach_all() {
   }
 }
 
-Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(
-    uint64_t session_id, const std::vector<ShardSpec>& specs) {
+Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(uint64_t session_id,
+                                                                    LabelledSpecs declared) {
   const auto job = parts_.job_of(session_id);
   if (!job.is_ok()) return job.status();
   MEMD_FAILPOINT("shards.before_declared");
-  const Owed owed(OwedPlace::shards_declared);
-  if (declares_host_tier(specs) && !job.value()->shards().declared().has_host_tier()) {
+  if (declares_host_tier(declared.specs()) && !job.value()->shards().declared().has_host_tier()) {
     // Commits will be in memory: what is said of tiles is kept before the first of them.
     if (Status opened = job.value()->kept().open_host_words(); !opened.is_ok()) return opened;
     job.value()->kept().keep_tile_words(keepsakes_);
   }
-  auto infos = job.value()->declare(specs);
+  auto infos = job.value()->declare(std::move(declared));
   if (!infos.is_ok()) return infos.status();
   return std::pair(std::move(infos).value(), job.value()->admission().gradients_fit());
 }

@@ -109,7 +109,7 @@ class ShardStore {
   Result<Job*> job_of(uint64_t session_id) const { return parts_.job_of(session_id); }
 
   Result<std::pair<std::vector<ShardInfo>, bool>> declare(uint64_t session_id,
-                                                          const std::vector<ShardSpec>& specs);
+                                                          LabelledSpecs declared);
   void lease(const LeaseRequest& request, LeaseReply reply);
   void release_service_lease(uint64_t job_id, const LeaseGrant& grant, bool discard);
   /// Removes a blob, once it stands still; false where there is no such shard.

@@ -105,9 +105,10 @@ TEST(AllocationTest, a_declaration_for_which_there_is_no_memory_is_refused_and_c
   heart.declare(session, {bytes_shard("first", 10)});
   std::vector<ShardSpec> specs;
   for (int i = 0; i < 20'000; ++i) specs.push_back(bytes_shard(concat("b", i), 0));
+  LabelledSpecs declared = Heart::labelled(specs);
   // Of 12 MB of records the vector of shards is the largest piece.
   piece_bytes_max = 1_MiB;
-  const Status refused = heart.store().declare(session, specs).status();
+  const Status refused = heart.store().declare(session, std::move(declared)).status();
   piece_bytes_max = ~size_t{0};
   EXPECT_EQ(refused.code(), StatusCode::capacity);
   EXPECT_NE(refused.message().find("no memory for records"), std::string::npos)

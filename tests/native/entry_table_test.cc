@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <functional>
+#include <set>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -89,6 +92,14 @@ TEST(ShardIds, hold_none_one_and_many) {
     EXPECT_EQ(held.empty(), ids.empty());
     EXPECT_EQ(std::vector<uint32_t>(held.begin(), held.end()), ids);
     if (!ids.empty()) EXPECT_EQ(held.front(), ids.front());
+
+    ShardIds set(ids.size());
+    for (size_t i = 0; i < ids.size(); ++i) set.set(i, ids[i]);
+    EXPECT_EQ(std::vector<uint32_t>(set.begin(), set.end()), ids);
+    set.sort([](uint32_t a, uint32_t b) { return a > b; });
+    EXPECT_TRUE(std::is_sorted(set.begin(), set.end(), std::greater<>()));
+    EXPECT_EQ(std::set<uint32_t>(set.begin(), set.end()),
+              std::set<uint32_t>(ids.begin(), ids.end()));
   }
 }
 

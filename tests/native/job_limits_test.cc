@@ -335,7 +335,7 @@ TEST_F(JobLimits, records_of_what_was_declared_take_no_other_jobs_disk) {
   for (int batch = 0; batch < 40 && refused.is_ok(); ++batch) {
     std::vector<ShardSpec> specs;
     for (int i = 0; i < 500; ++i) specs.push_back(bytes_shard(concat(batch, ".", i, filler), 0));
-    refused = heart.store().declare(greedy, specs).status();
+    refused = heart.store().declare(greedy, Heart::labelled(specs)).status();
     ASSERT_TRUE(heart.sync(greedy).is_ok());
   }
   EXPECT_EQ(refused.code(), StatusCode::capacity) << "20,000 names of 1 kB";
@@ -443,12 +443,29 @@ TEST_F(JobLimits, a_catalogue_on_disk_counts_until_the_next_one_is) {
   EXPECT_EQ(heart.job(session).admission().metadata_bytes(), 2 * kBlockBytes);
 }
 
+TEST_F(JobLimits, what_many_shards_are_called_is_written_down_by_who_declares_them) {
+  Heart heart(disk_);
+  const uint64_t session = heart.attach(heart.open("job", 8, 50_MiB));
+  std::vector<ShardSpec> specs;
+  for (int i = 0; i < 20'000; ++i) specs.push_back(parameter(concat("w", i), 1));
+  LabelledSpecs declared = Heart::labelled(specs);
+  end_turn();  // in which more than 64 KiB abort
+  const auto infos = heart.store().declare(session, std::move(declared));
+  ASSERT_TRUE(infos.is_ok()) << infos.status().message();
+  for (const size_t i : {0, 777, 19'999}) {
+    const ShardInfo& info = infos.value().first[i];
+    EXPECT_EQ(info.spec.name, specs[i].name);
+    EXPECT_EQ(info.spec.shape, specs[i].shape);
+    EXPECT_EQ(heart.job(session).shards().find(specs[i].name), info.shard_id);
+  }
+}
+
 TEST_F(JobLimits, records_take_no_more_memory_than_the_job_was_admitted_to) {
   Heart heart(disk_);
   const uint64_t session = heart.attach(heart.open("job"));
   std::vector<ShardSpec> specs;
   for (int i = 0; i < 60'000; ++i) specs.push_back(bytes_shard(concat("b", i), 0));
-  const Status refused = heart.store().declare(session, specs).status();
+  const Status refused = heart.store().declare(session, Heart::labelled(specs)).status();
   EXPECT_EQ(refused.code(), StatusCode::capacity);
   EXPECT_TRUE(says(refused, "bytes of records, at most 16777216 + half of host_bytes"))
       << refused.message();

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "store/cache/labelled_specs.h"
 #include "store/cache/shard_label.h"
 
 namespace memd {
@@ -39,6 +40,22 @@ TEST(ShardNames, finds_what_is_in_it_whatever_came_and_went) {
       }
     }
   }
+}
+
+TEST(LabelledSpecs, have_a_label_for_each_and_none_for_what_is_refused) {
+  const std::string too_long(ShardLabel::kNameBytesMax + 1, 'x');
+  const std::vector<uint64_t> too_many(ShardLabel::kDimensionsMax + 1, 1);
+  LabelledSpecs declared{{.name = "a", .shape = {2, 3}},
+                         {.name = too_long, .shape = {1}},
+                         {.name = "b", .shape = too_many},
+                         {.name = "c", .shape = {}}};
+  ASSERT_EQ(declared.specs().size(), 4U);
+  EXPECT_EQ(declared.take_label(declared.specs()[3]).name(), "c");
+  const ShardLabel first = declared.take_label(declared.specs()[0]);
+  EXPECT_EQ(first.name(), "a");
+  EXPECT_EQ(first.shape(), (std::vector<uint64_t>{2, 3}));
+  for (const size_t refused : {1, 2})
+    EXPECT_EQ(declared.take_label(declared.specs()[refused]).name(), "");
 }
 
 TEST(ShardLabel, gives_back_name_and_shape) {

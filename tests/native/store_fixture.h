@@ -310,8 +310,13 @@ class Heart {
     return session.is_ok() ? session.value()->session_id : 0;
   }
   Job& job(uint64_t session_id) { return *store_->job_of(session_id).value(); }
+  /// As a trainer's call makes them, on a thread that has no store.
+  static LabelledSpecs labelled(std::vector<ShardSpec> specs) {
+    const WorkerBytes of_another_thread;
+    return LabelledSpecs(std::move(specs));
+  }
   std::vector<uint32_t> declare(uint64_t session_id, const std::vector<ShardSpec>& specs) {
-    const auto infos = store_->declare(session_id, specs);
+    const auto infos = store_->declare(session_id, labelled(specs));
     EXPECT_TRUE(infos.is_ok()) << infos.status().message();
     std::vector<uint32_t> ids;
     if (!infos.is_ok()) return ids;

@@ -1,6 +1,7 @@
 // The shards of a bucket.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -11,11 +12,13 @@
 
 namespace memd {
 
-/// Ids that stay what they are. A bucket of its own has one, which needs no memory beside this
-/// word; a vector takes 24 bytes, and 32 on the heap.
+/// Ids that stay what they are once a bucket has them. A bucket of its own has one, which needs no
+/// memory beside this word; a vector takes 24 bytes, and 32 on the heap.
 class ShardIds {
  public:
   ShardIds() = default;  // none
+  /// As many, for set(): a copy of all of a large bucket's would be more than a turn may move.
+  explicit ShardIds(size_t count);
   explicit ShardIds(const std::vector<uint32_t>& ids);
   ShardIds(ShardIds&& other) noexcept { std::swap(word_, other.word_); }
   ShardIds& operator=(ShardIds&& other) noexcept {
@@ -33,6 +36,12 @@ class ShardIds {
   uint32_t front() const { return *begin(); }
   uint32_t operator[](size_t index) const { return begin()[index]; }
 
+  void set(size_t index, uint32_t id) { first()[index] = id; }
+  template <typename Less>
+  void sort(const Less& is_before) {
+    std::sort(first(), first() + size(), is_before);
+  }
+
  private:
   struct Word {
     uint32_t low = 0;
@@ -43,6 +52,7 @@ class ShardIds {
   // bits.
   static constexpr uint32_t kOne = ~uint32_t{0};
 
+  uint32_t* first() { return const_cast<uint32_t*>(begin()); }
   bool is_one() const { return word_.high == kOne; }
   /// The count, and the ids; nullptr where there is none or one.
   uint32_t* array() const { return is_one() ? nullptr : std::bit_cast<uint32_t*>(word_); }
@@ -50,15 +60,18 @@ class ShardIds {
   Word word_;
 };
 
-inline ShardIds::ShardIds(const std::vector<uint32_t>& ids) {
-  if (ids.size() == 1) {
-    word_ = {.low = ids.front(), .high = kOne};
-  } else if (!ids.empty()) {
-    auto* const counted = new uint32_t[1 + ids.size()];
-    counted[0] = static_cast<uint32_t>(ids.size());
-    copy_bytes(counted + 1, ids.data(), ids.size() * sizeof(uint32_t));
+inline ShardIds::ShardIds(size_t count) {
+  if (count == 1) {
+    word_ = {.low = 0, .high = kOne};
+  } else if (count != 0) {
+    auto* const counted = new uint32_t[1 + count];
+    counted[0] = static_cast<uint32_t>(count);
     word_ = std::bit_cast<Word>(counted);
   }
+}
+
+inline ShardIds::ShardIds(const std::vector<uint32_t>& ids) : ShardIds(ids.size()) {
+  copy_bytes(first(), ids.data(), ids.size() * sizeof(uint32_t));
 }
 
 inline size_t ShardIds::size() const {

@@ -6,8 +6,7 @@
 namespace memd {
 
 ShardLabel::ShardLabel(std::string_view name, const std::vector<uint64_t>& shape) {
-  MEMD_CHECK_LE(name.size(), kNameBytesMax);
-  MEMD_CHECK_LE(shape.size(), kDimensionsMax);
+  MEMD_CHECK(fits(name, shape));
   const Head head{.name_bytes = static_cast<uint16_t>(name.size()),
                   .dimension_count = static_cast<uint16_t>(shape.size())};
   const size_t shape_bytes = shape.size() * sizeof(uint64_t);

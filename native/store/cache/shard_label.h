@@ -13,7 +13,10 @@ namespace memd {
 class ShardLabel {
  public:
   ShardLabel() = default;  // no name, no dimensions
-  /// At most kNameBytesMax bytes and kDimensionsMax sizes.
+  static bool fits(std::string_view name, const std::vector<uint64_t>& shape) {
+    return name.size() <= kNameBytesMax && shape.size() <= kDimensionsMax;
+  }
+  /// Both fit.
   ShardLabel(std::string_view name, const std::vector<uint64_t>& shape);
 
   static constexpr size_t kNameBytesMax = 1024;

@@ -189,12 +189,12 @@ Status Shards::check(const ShardSpec& spec, uint64_t bytes_max) const {
   return Status::ok();
 }
 
-uint32_t Shards::add_shard(const ShardSpec& spec) {
+uint32_t Shards::add_shard(const ShardSpec& spec, ShardLabel label) {
   const auto free_id = free_ids_.take();
   if (!free_id) shards_.emplace_back();
   const uint32_t shard_id = free_id.value_or(static_cast<uint32_t>(shards_.size() - 1));
   Shard shard;
-  shard.label = ShardLabel(spec.name, spec.shape);
+  shard.label = std::move(label);
   shard.kind = spec.kind;
   shard.dtype = spec.dtype;
   shard.tier = spec.tier;
@@ -212,11 +212,11 @@ Entry* Shards::add_entry(const Entry::Shape& shape) {
   return entry;
 }
 
-void Shards::close_bucket(Bucket bucket, std::vector<uint32_t> ids) {
+void Shards::close_bucket(Bucket bucket, ShardIds ids) {
   // A shard's pin counter is its place among the bucket's, clients hold pins, and a daemon that
   // reads of the shards does so in another order: of tensors at one offset all but one are empty,
   // and their ids decide.
-  std::sort(ids.begin(), ids.end(), [this](uint32_t a, uint32_t b) {
+  ids.sort([this](uint32_t a, uint32_t b) {
     const auto key = [this](uint32_t id) {
       return std::tuple(shards_[id].element_offset, shards_[id].element_count(), id);
     };
@@ -225,7 +225,7 @@ void Shards::close_bucket(Bucket bucket, std::vector<uint32_t> ids) {
   const auto index = static_cast<uint32_t>(buckets_.size());
   bucket.element_count = align_up(bucket.element_count, kElementAlignment);
   declared_.add_bucket(bucket.dtype, bucket.element_count, bucket.is_updated, bucket.tier);
-  bucket.shards = ShardIds(ids);
+  bucket.shards = std::move(ids);
   bucket.rest = ReplicaList(divide_up(bucket.element_count, kTileElements));
   Entry::Shape shape{.id = 0,
                      .kind = EntryKind::parameter,
@@ -246,15 +246,17 @@ void Shards::close_bucket(Bucket bucket, std::vector<uint32_t> ids) {
   buckets_.push_back(std::move(bucket));
 }
 
-void Shards::add_parameters(const Declaration& declaration) {
-  for (const ShardSpec* spec : declaration.parameters)
-    sums_.add_elements(shards_[add_shard(*spec)].element_count());
+void Shards::add_parameters(const Declaration& declaration, LabelledSpecs& declared) {
+  for (const ShardSpec* spec : declaration.parameters) {
+    const uint32_t shard_id = add_shard(*spec, declared.take_label(*spec));
+    sums_.add_elements(shards_[shard_id].element_count());
+  }
   for (const Declaration::PlannedBucket& bucket : declaration.plan) {
-    std::vector<uint32_t> ids;
-    ids.reserve(bucket.specs.size());
+    ShardIds ids(bucket.specs.size());
     for (size_t i = 0; i < bucket.specs.size(); ++i) {
-      ids.push_back(names_.at(bucket.specs[i]->name));
-      shards_[ids.back()].element_offset = bucket.element_offsets[i];
+      const uint32_t shard_id = names_.at(bucket.specs[i]->name);
+      ids.set(i, shard_id);
+      shards_[shard_id].element_offset = bucket.element_offsets[i];
     }
     Bucket made;
     made.element_count = bucket.element_count;
@@ -266,8 +268,8 @@ void Shards::add_parameters(const Declaration& declaration) {
   }
 }
 
-void Shards::add_bytes(const ShardSpec& spec) {
-  const uint32_t shard_id = add_shard(spec);
+void Shards::add_bytes(const ShardSpec& spec, ShardLabel label) {
+  const uint32_t shard_id = add_shard(spec, std::move(label));
   Shard& shard = shards_[shard_id];
   shard.value = add_entry({.id = 0,
                            .kind = EntryKind::bytes,
@@ -418,12 +420,12 @@ Result<Declaration> Shards::plan(const std::vector<ShardSpec>& specs, uint64_t b
   return planned;
 }
 
-void Shards::add(const Declaration& declaration) {
+void Shards::add(const Declaration& declaration, LabelledSpecs& declared) {
   for (const uint32_t index : declaration.updates_begun) begin_updates(buckets_[index]);
   for (const uint32_t index : declaration.maxima_begun) begin_updates(buckets_[index], true);
   make_room_for(shards_, declaration.parameters.size() + declaration.bytes.size());
-  add_parameters(declaration);
-  for (const ShardSpec* spec : declaration.bytes) add_bytes(*spec);
+  add_parameters(declaration, declared);
+  for (const ShardSpec* spec : declaration.bytes) add_bytes(*spec, declared.take_label(*spec));
 }
 
 bool Shards::begin_updates(Bucket& bucket, bool with_maxima) {
@@ -469,7 +471,7 @@ void Shards::restore_shard(const ShardRecord& in, std::vector<std::vector<uint32
   const ShardSpec spec{
       .name = in.name, .kind = in.kind, .dtype = in.dtype, .tier = in.tier, .shape = in.shape};
   if (in.kind == ShardKind::parameter) {
-    const uint32_t shard_id = add_shard(spec);
+    const uint32_t shard_id = add_shard(spec, ShardLabel(in.name, in.shape));
     Shard& shard = shards_[shard_id];
     shard.generation = in.generation;
     shard.element_offset = in.element_offset;
@@ -480,7 +482,7 @@ void Shards::restore_shard(const ShardRecord& in, std::vector<std::vector<uint32
     shards_of[in.bucket].push_back(shard_id);
     return;
   }
-  add_bytes(spec);
+  add_bytes(spec, ShardLabel(in.name, in.shape));
   Shard& shard = shards_[names_.at(spec.name)];
   shard.generation = in.generation;
   shard.written = !in.extents.empty() || shard.bytes == 0;
@@ -496,7 +498,7 @@ void Shards::restore_bucket(const BucketRecord& in, std::vector<uint32_t> ids) {
   restored.dtype = in.dtype;
   restored.tier = ids.empty() ? Tier::nvme : shards_[ids.front()].tier;
   restored.is_updated = was_updated;
-  close_bucket(std::move(restored), std::move(ids));
+  close_bucket(std::move(restored), ShardIds(ids));
   Bucket& made = buckets_.back();
   made.keeps_maxima = in.keeps_maxima;
   const bool needs_maxima =

@@ -17,7 +17,10 @@
 #include "store/cache/entry.h"
 #include "store/cache/entry_table.h"
 #include "store/cache/free_ids.h"
+#include "store/cache/labelled_specs.h"
 #include "store/cache/shard.h"
+#include "store/cache/shard_ids.h"
+#include "store/cache/shard_label.h"
 #include "store/cache/shard_names.h"
 #include "store/cache/shard_sums.h"
 #include "store/format/catalogue.h"
@@ -116,9 +119,9 @@ class Shards {
   /// Refused where a shard is bad, or held with another shape or dtype. `bytes_max`: a shard has
   /// at most so many.
   Result<Declaration> plan(const std::vector<ShardSpec>& specs, uint64_t bytes_max) const;
-  /// Makes the planned shards known, in the order of their ids. Shards that the job has stay as
-  /// they are.
-  void add(const Declaration& declaration);
+  /// Makes the planned shards known, in the order of their ids, and takes their labels from
+  /// `declared`, whose specs were planned. Shards that the job has stay as they are.
+  void add(const Declaration& declaration, LabelledSpecs& declared);
   /// Adds what a catalogue names; reserves no extent. `given_ids`: of the record's shards, in any
   /// order, or empty: counted from 0. There is no shard before.
   void restore(const JobRecord& record, const std::vector<uint32_t>& given_ids);
@@ -138,10 +141,10 @@ class Shards {
 
  private:
   Status check(const ShardSpec& spec, uint64_t bytes_max) const;
-  void add_parameters(const Declaration& declaration);
-  void add_bytes(const ShardSpec& spec);
-  uint32_t add_shard(const ShardSpec& spec);
-  void close_bucket(Bucket bucket, std::vector<uint32_t> ids);
+  void add_parameters(const Declaration& declaration, LabelledSpecs& declared);
+  void add_bytes(const ShardSpec& spec, ShardLabel label);
+  uint32_t add_shard(const ShardSpec& spec, ShardLabel label);
+  void close_bucket(Bucket bucket, ShardIds ids);
   Entry* add_entry(const Entry::Shape& shape);
   void restore_shard(const ShardRecord& in, std::vector<std::vector<uint32_t>>& shards_of);
   void restore_bucket(const BucketRecord& in, std::vector<uint32_t> ids);

@@ -129,7 +129,8 @@ void Job::connect(Connection connection) {
                                              .gate = *step_gate_});
 }
 
-Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs) {
+Result<std::vector<ShardInfo>> Job::declare(LabelledSpecs declared) {
+  const std::vector<ShardSpec>& specs = declared.specs();
   const auto planned = shards_.plan(specs, admission_.arena_bytes_max());
   if (!planned.is_ok()) return planned.status();
   const Declaration& declaration = planned.value();
@@ -143,7 +144,7 @@ Result<std::vector<ShardInfo>> Job::declare(const std::vector<ShardSpec>& specs)
     if (!room.is_ok()) return room;
   }
   const size_t bucket_begin = shards_.buckets().size();
-  shards_.add(declaration);
+  shards_.add(declaration, declared);
   admission_.settle_host_tier();
   std::vector<uint32_t> added_ids;
   for (const ShardSpec* spec : declaration.parameters) added_ids.push_back(begin_shard(*spec));

@@ -15,6 +15,7 @@
 #include "store/cache/entry.h"
 #include "store/cache/job_cache.h"
 #include "store/cache/job_memory.h"
+#include "store/cache/labelled_specs.h"
 #include "store/cache/lease_gates.h"
 #include "store/cache/residencies.h"
 #include "store/cache/shards.h"
@@ -119,7 +120,7 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   /// Makes shards known. Existing ones are checked, new parameters are packed into buckets: nothing
   /// changes where one of them is refused, or where all that the job declared needs more than its
   /// quotas. Shards that an earlier daemon accepted are never refused.
-  Result<std::vector<ShardInfo>> declare(const std::vector<ShardSpec>& specs);
+  Result<std::vector<ShardInfo>> declare(LabelledSpecs declared);
   /// Forgets a blob; its extents are free after the next commit. Nothing leases it.
   void remove(uint32_t shard_id, uint64_t session_id, ExtentStore& extents);
   void drop_gradient(Bucket& bucket, ExtentStore& extents);
