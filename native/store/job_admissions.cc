@@ -107,7 +107,7 @@ Status JobAdmissions::set_durability(Job& job, const OpenJobRequest& request) {
   }
   job.kept().keep_tile_words(store_.keepsakes);
   job.durable().note_change();
-  job.journal().note_layout();
+  job.journal().note_terms();
   return Status::ok();
 }
 

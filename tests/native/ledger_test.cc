@@ -385,6 +385,65 @@ TEST(LedgerTest, parameters_come_in_buckets_behind_those_that_the_job_has_and_ne
             StatusCode::integrity);
 }
 
+/// Parameter 3 in bucket 0, blob 4, and parameter 5 in bucket 1, which came later.
+std::unique_ptr<Ledger> ledger_of_three() {
+  auto ledger = Ledger::create(7, 2_MiB).value();
+  JobRecord job = one_parameter("a");
+  job.shards.push_back(blob_record("b", 1));
+  EXPECT_TRUE(ledger->write_layout(job, {3, 4}).is_ok());
+  EXPECT_TRUE(
+      ledger->change_layout({.removed = {}, .added = one_parameter("c"), .added_ids = {5}}));
+  return ledger;
+}
+
+TEST(LedgerTest, what_changes_of_a_job_and_its_shards_is_told_at_the_cost_of_the_change) {
+  const auto ledger = ledger_of_three();
+  const JobRecord terms{.job_id = 7,
+                        .name = "job",
+                        .host_bytes = 4_MiB,
+                        .nvme_bytes = 8_MiB,
+                        .durability = Durability::parse("every:4").value().code(),
+                        .weight = 3 * JobWeight::kOne};
+  const uint64_t before = ledger->record_bytes_written();
+  ASSERT_TRUE(ledger->change_facts({.maxima = {{3, true}, {5, true}}}));
+  ASSERT_TRUE(ledger->change_facts({.job = terms, .buckets_with_maxima = {1}}));
+  ASSERT_TRUE(ledger->change_facts({.maxima = {{5, false}}}));
+  EXPECT_LT(ledger->record_bytes_written() - before, 1_KiB);
+  const auto contents = Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(0);
+  ASSERT_TRUE(contents.is_ok()) << contents.status().message();
+  EXPECT_EQ(contents.value().shard_ids, (std::vector<uint32_t>{3, 4, 5}));
+  const JobRecord& layout = contents.value().layout;
+  ASSERT_EQ(layout.shards.size(), 3U);
+  EXPECT_TRUE(layout.shards[0].keeps_maximum);
+  EXPECT_FALSE(layout.shards[2].keeps_maximum) << "the last word counts";
+  ASSERT_EQ(layout.buckets.size(), 2U);
+  EXPECT_FALSE(layout.buckets[0].keeps_maxima);
+  EXPECT_TRUE(layout.buckets[1].keeps_maxima);
+  EXPECT_EQ(layout.name, terms.name);
+  EXPECT_EQ(layout.host_bytes, terms.host_bytes);
+  EXPECT_EQ(layout.nvme_bytes, terms.nvme_bytes);
+  EXPECT_EQ(layout.durability, terms.durability);
+  EXPECT_EQ(layout.weight, terms.weight);
+}
+
+TEST(LedgerTest, facts_of_shards_that_are_not_there_are_no_facts) {
+  JobRecord of_another{.job_id = 8};
+  for (const LayoutFacts& facts : std::vector<LayoutFacts>{
+           {.maxima = {{6, true}}},
+           {.maxima = {{1u << 30, true}}},
+           {.maxima = {{4, true}}},
+           {.buckets_with_maxima = {2}},
+           {.job = of_another},
+           {.job = one_parameter("d")},
+       }) {
+    const auto ledger = ledger_of_three();
+    ASSERT_TRUE(Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(0).is_ok());
+    ASSERT_TRUE(ledger->change_facts(facts));
+    EXPECT_EQ(Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(0).status().code(),
+              StatusCode::integrity);
+  }
+}
+
 TEST(LedgerTest, a_change_whose_bytes_are_others_is_no_change) {
   ChangingLayout layout(2);
   layout.write();
@@ -1362,6 +1421,50 @@ TEST_F(AdoptionTest, parameters_that_were_declared_one_by_one_are_there_with_the
     EXPECT_EQ(heart_->read<uint8_t>(session_, ids[2 * i + 1]),
               pattern(100, static_cast<uint8_t>(i)));
   }
+}
+
+TEST_F(AdoptionTest, a_weight_costs_the_same_in_a_job_of_any_size_and_outlives_its_daemon) {
+  begin(DType::float32, 8);
+  std::vector<ShardSpec> specs;
+  for (int i = 0; i < 200; ++i) specs.push_back(bytes_shard(concat("b", i), 0));
+  heart_->declare(session_, specs);
+  const JobWeight weight = JobWeight::of(3).value();
+  const JobLedger& ledger = heart_->job(session_).kept().ledger();
+  const uint64_t before = ledger.record_bytes_written();
+  ASSERT_TRUE(heart_->store().admissions().set_weight(job_id_, weight).is_ok());
+  EXPECT_LT(ledger.record_bytes_written() - before, 1_KiB);
+  restart();
+  EXPECT_EQ(notes(), "");
+  EXPECT_EQ(heart_->job(session_).admission().weight().code(), weight.code());
+  EXPECT_EQ(heart_->shards(job_id_).size(), 204U);
+}
+
+TEST_F(AdoptionTest, shards_that_come_with_a_maximum_of_an_earlier_one_are_told_once) {
+  segment_count_ = kFloorSegments + 16;
+  begin(DType::float32, 16);
+  std::vector<ShardSpec> model;
+  for (int i = 0; i < 1000; ++i) model.push_back(parameter(concat("p", i), 10));
+  heart_->declare(session_, model);
+  const JobLedger& ledger = heart_->job(session_).kept().ledger();
+  size_t blob_count = 0;
+  // Until maxima are as many bytes of changes as a layout may have: then the ledger is told all.
+  for (uint64_t told_bytes = 0; told_bytes < 32_KiB; ++blob_count) {
+    ASSERT_LT(blob_count, 100U);
+    for (ShardSpec& spec : model) spec.keeps_maximum = blob_count % 2 == 0;
+    std::vector<ShardSpec> specs = model;
+    specs.push_back(bytes_shard(concat("blob", blob_count), 0));
+    const uint64_t before = ledger.record_bytes_written();
+    heart_->declare(session_, specs);
+    told_bytes = ledger.record_bytes_written() - before;
+  }
+  restart();
+  EXPECT_EQ(notes(), "");
+  Job& job = heart_->job(session_);
+  EXPECT_EQ(job.shards().count(), 4 + model.size() + blob_count);
+  for (const ShardSpec& spec : model) {
+    EXPECT_EQ(job.shards()[job.shards().id_of(spec.name)].keeps_maximum, spec.keeps_maximum);
+  }
+  expect_twins(1);
 }
 
 TEST_F(AdoptionTest, before_a_catalogue_is_on_disk_no_extent_is_left_that_an_earlier_one_made_old) {

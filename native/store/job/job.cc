@@ -150,16 +150,16 @@ Result<std::vector<ShardInfo>> Job::declare(LabelledSpecs declared) {
   for (const ShardSpec* spec : declaration.parameters) added_ids.push_back(begin_shard(*spec));
   for (const ShardSpec* spec : declaration.bytes) added_ids.push_back(begin_shard(*spec));
   admission_.reserve_metadata();
+  std::vector<uint32_t> changed_ids;
   for (const auto& [shard_id, keeps] : declaration.maxima_changed) {
     snapshot_.before_change(shard_id);
     shards_[shard_id].keeps_maximum = keeps;
+    changed_ids.push_back(shard_id);
     durable_.note_change();
   }
-  if (!declaration.maxima_changed.empty()) {
-    journal_.note_layout();
-  } else if (!added_ids.empty()) {
-    journal_.note_added(added_ids, bucket_begin);
-  }
+  // First what came: it must be told once, and a maximum may be told again.
+  if (!added_ids.empty()) journal_.note_added(added_ids, bucket_begin);
+  if (!changed_ids.empty()) journal_.note_maxima(changed_ids);
   kept_.expect_shards();
   std::vector<ShardInfo> infos;
   infos.reserve(specs.size());

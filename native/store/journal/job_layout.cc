@@ -19,6 +19,9 @@ struct ChangeHeader {
   uint64_t checksum;
 };
 
+/// Stands where another change has the number of shards that it removes.
+constexpr uint32_t kFacts = ~uint32_t{0};
+
 /// The shards of a layout, in any order, and its buckets while its changes are applied to it.
 class LayoutShards {
  public:
@@ -55,6 +58,24 @@ class LayoutShards {
       if (shard.kind == ShardKind::parameter) shard.bucket += bucket_begin;
       if (Status added = add(ids[i], std::move(shard)); !added.is_ok()) return added;
     }
+    return Status::ok();
+  }
+  Status set_keeps_maximum(uint32_t shard_id, bool keeps) {
+    if (shard_id >= kShardsMax || place_of_[shard_id] == 0) {
+      return damaged("shard id ", shard_id, " has a maximum, and is not there");
+    }
+    ShardRecord& shard = shards_[place_of_[shard_id] - 1];
+    if (shard.kind != ShardKind::parameter) {
+      return damaged("shard id ", shard_id, " has a maximum, and is no parameter");
+    }
+    shard.keeps_maximum = keeps;
+    return Status::ok();
+  }
+  Status set_keeps_maxima(uint32_t bucket) {
+    if (bucket >= buckets_.size()) {
+      return damaged("bucket ", bucket, " has maxima, and is not there");
+    }
+    buckets_[bucket].keeps_maxima = true;
     return Status::ok();
   }
   void move_into(JobLayout& layout) {
@@ -94,8 +115,35 @@ Result<JobRecord> read_shards(FieldReader& reader,
   return record;
 }
 
-Status apply_change(std::span<const std::byte> bytes, uint64_t job_id, LayoutShards& shards) {
+Status apply_facts(FieldReader& reader, uint64_t job_id, LayoutShards& shards, JobRecord& job) {
+  const auto maximum_count = reader.get<uint32_t>();
+  for (uint32_t i = 0; i < maximum_count; ++i) {
+    const auto shard_id = reader.get<uint32_t>();
+    const auto keeps = reader.get<uint8_t>();
+    if (reader.overrun() || keeps > 1) return damaged("which shards have a maximum");
+    if (Status set = shards.set_keeps_maximum(shard_id, keeps == 1); !set.is_ok()) return set;
+  }
+  const auto buckets = read_ids<uint32_t>(reader);
+  if (!buckets.is_ok()) return buckets.status();
+  for (const uint32_t bucket : buckets.value()) {
+    if (Status set = shards.set_keeps_maxima(bucket); !set.is_ok()) return set;
+  }
+  if (reader.remaining_bytes() == 0) return Status::ok();
+  auto record = read_shards(reader, {}, job_id);
+  if (!record.is_ok()) return record.status();
+  if (!record.value().buckets.empty()) return damaged("buckets without a shard");
+  job = std::move(record).value();
+  return Status::ok();
+}
+
+/// `job`: what the layout says of it, apart from its shards and buckets.
+Status apply_change(std::span<const std::byte> bytes,
+                    uint64_t job_id,
+                    LayoutShards& shards,
+                    JobRecord& job) {
   FieldReader reader(bytes);
+  FieldReader facts(bytes);
+  if (facts.get<uint32_t>() == kFacts) return apply_facts(facts, job_id, shards, job);
   const auto removed = read_ids<uint32_t>(reader);
   if (!removed.is_ok()) return removed.status();
   for (const uint32_t shard_id : removed.value()) {
@@ -110,10 +158,8 @@ Status apply_change(std::span<const std::byte> bytes, uint64_t job_id, LayoutSha
 }
 
 /// All of `changes`, one after the other.
-Status apply_changes(FieldReader changes,
-                     uint64_t sequence,
-                     uint64_t job_id,
-                     LayoutShards& shards) {
+Status apply_changes(
+    FieldReader changes, uint64_t sequence, uint64_t job_id, LayoutShards& shards, JobRecord& job) {
   while (changes.remaining_bytes() != 0) {
     const auto changed_sequence = changes.get<uint64_t>();
     const auto length_bytes = changes.get<uint64_t>();
@@ -122,13 +168,22 @@ Status apply_changes(FieldReader changes,
     if (changes.overrun() || changed_sequence != sequence || hash_record(change) != checksum) {
       return damaged("a change of its shards");
     }
-    if (Status applied = apply_change(change, job_id, shards); !applied.is_ok()) return applied;
+    if (Status applied = apply_change(change, job_id, shards, job); !applied.is_ok())
+      return applied;
   }
   return Status::ok();
 }
 
 void put_ids(FieldWriter& writer, const std::vector<uint32_t>& shard_ids) {
   for (const uint32_t shard_id : shard_ids) writer.put(shard_id);
+}
+
+/// Writes the header of a change, for which `bytes` begin with room.
+void seal_change(std::vector<std::byte>& bytes, uint64_t sequence) {
+  const std::span<const std::byte> body = std::span(bytes).subspan(sizeof(ChangeHeader));
+  const ChangeHeader header{
+      .sequence = sequence, .length_bytes = body.size(), .checksum = hash_record(body)};
+  copy_bytes(bytes.data(), &header, sizeof(header));
 }
 
 }  // namespace
@@ -153,10 +208,26 @@ std::vector<std::byte> encode_change(const LayoutChange& change, uint64_t sequen
   put_ids(writer, change.added_ids);
   const std::vector<std::byte> added = encode(change.added);
   writer.put_bytes(added.data(), added.size());
-  const std::span<const std::byte> body = std::span(bytes).subspan(sizeof(ChangeHeader));
-  const ChangeHeader header{
-      .sequence = sequence, .length_bytes = body.size(), .checksum = hash_record(body)};
-  copy_bytes(bytes.data(), &header, sizeof(header));
+  seal_change(bytes, sequence);
+  return bytes;
+}
+
+std::vector<std::byte> encode_facts(const LayoutFacts& facts, uint64_t sequence) {
+  std::vector<std::byte> bytes(sizeof(ChangeHeader));
+  FieldWriter writer(bytes);
+  writer.put(kFacts);
+  writer.put(static_cast<uint32_t>(facts.maxima.size()));
+  for (const auto& [shard_id, keeps] : facts.maxima) {
+    writer.put(shard_id);
+    writer.put(static_cast<uint8_t>(keeps));
+  }
+  writer.put(static_cast<uint32_t>(facts.buckets_with_maxima.size()));
+  put_ids(writer, facts.buckets_with_maxima);
+  if (facts.job) {
+    const std::vector<std::byte> job = encode(*facts.job);
+    writer.put_bytes(job.data(), job.size());
+  }
+  seal_change(bytes, sequence);
   return bytes;
 }
 
@@ -173,7 +244,8 @@ Result<JobLayout> decode_layout(std::span<const std::byte> bytes,
   JobLayout layout{.record = std::move(record).value(), .shard_ids = {}};
   if (Status taken = shards.take(layout.record, ids.value()); !taken.is_ok()) return taken;
   const FieldReader changes(bytes.subspan(record_bytes));
-  if (Status applied = apply_changes(changes, sequence, job_id, shards); !applied.is_ok())
+  if (Status applied = apply_changes(changes, sequence, job_id, shards, layout.record);
+      !applied.is_ok())
     return applied;
   shards.move_into(layout);
   if (Status status = check_shards_together(layout.record); !status.is_ok()) return status;

@@ -66,6 +66,8 @@ Status JobLedger::write_layout(const JobRecord& record, const std::vector<uint32
 
 bool JobLedger::change_layout(const LayoutChange& change) { return get().change_layout(change); }
 
+bool JobLedger::change_facts(const LayoutFacts& facts) { return get().change_facts(facts); }
+
 void JobLedger::note_shard(uint32_t shard_id, bool written, Contributors contributors) {
   if (is_open()) ledger_->note_shard(shard_id, written, contributors);
 }

@@ -51,6 +51,7 @@ class JobLedger {
   // Shards. There is a ledger where the layout is told.
   Status write_layout(const JobRecord& record, const std::vector<uint32_t>& shard_ids);
   bool change_layout(const LayoutChange& change);
+  bool change_facts(const LayoutFacts& facts);
   void note_shard(uint32_t shard_id, bool written, Contributors contributors);
   void note_generation(uint32_t shard_id, uint64_t generation);
   void reset_shard(uint32_t shard_id);

@@ -26,6 +26,11 @@ void raise_to(std::atomic<uint64_t>& end, uint64_t value) {
   if (end.load(std::memory_order_relaxed) < value) end.store(value, kRelease);
 }
 
+/// The record is one that this daemon wrote.
+uint64_t sequence_of(const RecordPlace& place) {
+  return place.sequence.load(std::memory_order_relaxed);
+}
+
 uint64_t slot_state(const SlotRecord& slot) {
   return uint64_t{static_cast<uint8_t>(slot.role)} << 56 |
          uint64_t{static_cast<uint8_t>(slot.residency)} << 48 |
@@ -129,10 +134,17 @@ Status Ledger::write_layout(const JobRecord& record, const std::vector<uint32_t>
 bool Ledger::change_layout(const LayoutChange& change) {
   const Owed owed(OwedPlace::journal_written);
   if (!layout_at_) return false;
-  const RecordPlace& place = layout_->layout_places[*layout_at_];
-  const std::vector<std::byte> bytes =
-      encode_change(change, place.sequence.load(std::memory_order_relaxed));
-  const uint64_t record_bytes = place.length_bytes;
+  return append_to_layout(encode_change(change, sequence_of(layout_->layout_places[*layout_at_])));
+}
+
+bool Ledger::change_facts(const LayoutFacts& facts) {
+  const Owed owed(OwedPlace::journal_written);
+  if (!layout_at_) return false;
+  return append_to_layout(encode_facts(facts, sequence_of(layout_->layout_places[*layout_at_])));
+}
+
+bool Ledger::append_to_layout(std::span<const std::byte> bytes) {
+  const uint64_t record_bytes = layout_->layout_places[*layout_at_].length_bytes;
   const uint64_t end = layout_->layout_ends[*layout_at_].load(std::memory_order_relaxed);
   const uint64_t changes_bytes_max = std::max(record_bytes, kLayoutChangesBytesMin);
   if (end - record_bytes + bytes.size() > changes_bytes_max) return false;

@@ -51,6 +51,7 @@ class Ledger {
   /// Appends a change, at the cost of the change. False: write_layout() has to be called with all
   /// of it, which happens now and then.
   bool change_layout(const LayoutChange& change);
+  bool change_facts(const LayoutFacts& facts);
   void note_shard(uint32_t shard_id, bool written, Contributors contributors) {
     shards_.note(shard_id, written, contributors);
   }
@@ -110,6 +111,8 @@ class Ledger {
 
  private:
   explicit Ledger(SharedMemory memory);
+  /// `bytes`: a change of the layout that this daemon wrote last.
+  bool append_to_layout(std::span<const std::byte> bytes);
   Status read_layout(LedgerContents& contents);
   Status read_slots(LedgerContents& contents) const;
   Status read_steps(LedgerContents& contents);

@@ -63,7 +63,7 @@ void Admission::settle_host_tier() {
 void Admission::set_weight(JobWeight weight) {
   weight_ = weight;
   parts_.durable.note_change();
-  parts_.journal.note_layout();
+  parts_.journal.note_terms();
 }
 
 uint64_t Admission::arena_bytes_max() const {

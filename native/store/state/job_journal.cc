@@ -1,5 +1,6 @@
 #include "store/state/job_journal.h"
 
+#include <optional>
 #include <utility>
 
 namespace memd {
@@ -34,6 +35,10 @@ void JobJournal::change_layout(LayoutChange change) {
   if (!parts_.ledger.change_layout(change)) note_layout();
 }
 
+void JobJournal::change_facts(const LayoutFacts& facts) {
+  if (!parts_.ledger.change_facts(facts)) note_layout();
+}
+
 void JobJournal::note_added(const std::vector<uint32_t>& shard_ids, size_t bucket_begin) {
   if (!parts_.ledger.is_open()) return;
   LayoutChange change{.removed = {}, .added = {}, .added_ids = shard_ids};
@@ -53,7 +58,26 @@ void JobJournal::note_added(const std::vector<uint32_t>& shard_ids, size_t bucke
 }
 
 void JobJournal::note_removed(uint32_t shard_id) {
-  if (parts_.ledger.is_open()) change_layout({.removed = {shard_id}, .added = {}, .added_ids = {}});
+  if (!parts_.ledger.is_open()) return;
+  change_layout({.removed = {shard_id}, .added = {}, .added_ids = {}});
+}
+
+void JobJournal::note_maxima(const std::vector<uint32_t>& shard_ids) {
+  if (!parts_.ledger.is_open()) return;
+  LayoutFacts facts;
+  for (const uint32_t id : shard_ids)
+    facts.maxima.emplace_back(id, parts_.shards[id].keeps_maximum);
+  change_facts(facts);
+}
+
+void JobJournal::note_places_of_maxima(const std::vector<uint32_t>& buckets) {
+  if (!parts_.ledger.is_open()) return;
+  change_facts({.job = std::nullopt, .maxima = {}, .buckets_with_maxima = buckets});
+}
+
+void JobJournal::note_terms() {
+  if (!parts_.ledger.is_open()) return;
+  change_facts({.job = parts_.recorder.fields(), .maxima = {}, .buckets_with_maxima = {}});
 }
 
 void JobJournal::note_shards() {

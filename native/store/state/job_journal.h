@@ -35,12 +35,17 @@ class JobJournal {
   // Shards.
   /// "written", and the contributors to its gradient.
   void note_shard(uint32_t shard_id);
-  /// Which shards there are, and what a catalogue says of the job itself.
-  void note_layout();
-  /// The same, where these shards were declared, parameters in buckets from `bucket_begin` on; at
-  /// their cost.
+  /// These were declared, parameters in buckets from `bucket_begin` on. This and the next four cost
+  /// what has changed. Now and then one of them tells all that the job is by then: a call after it
+  /// must bear to be told again.
   void note_added(const std::vector<uint32_t>& shard_ids, size_t bucket_begin);
   void note_removed(uint32_t shard_id);
+  /// Their optimizer state has a maximum by now, or has none.
+  void note_maxima(const std::vector<uint32_t>& shard_ids);
+  /// Their tiles have a place for maxima.
+  void note_places_of_maxima(const std::vector<uint32_t>& buckets);
+  /// A catalogue would say something else of the job itself.
+  void note_terms();
   /// All of it, where the ledger is new, or was adopted and the job stands as it will go on.
   void note_shards();
 
@@ -49,7 +54,10 @@ class JobJournal {
   void forget_extents(const Entry& entry);
 
  private:
+  /// Which shards there are, and the job itself as a catalogue describes it.
+  void note_layout();
   void change_layout(LayoutChange change);
+  void change_facts(const LayoutFacts& facts);
 
   const Parts parts_;
 };

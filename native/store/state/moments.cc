@@ -121,7 +121,7 @@ void Moments::note_written(uint32_t shard_id, uint64_t generation, bool keeps_ma
   if (shard.keeps_maximum == keeps_maximum) return;
   shard.keeps_maximum = keeps_maximum;
   MEMD_FAILPOINT("moments.maximum_changed");
-  parts_.journal.note_layout();
+  parts_.journal.note_maxima({shard_id});
 }
 
 void Moments::write(const MomentsRequest& request,
