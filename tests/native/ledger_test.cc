@@ -8,9 +8,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <fstream>
 #include <map>
+#include <numeric>
 #include <random>
 #include <set>
 
@@ -566,6 +568,66 @@ TEST(LedgerTest, closed_steps_are_read_in_the_order_in_which_they_were_closed) {
   ASSERT_EQ(contents.value().steps.size(), 2u);
   EXPECT_EQ(contents.value().steps[0].request.step, 2u);
   EXPECT_EQ(contents.value().steps[1].request.step, 3u);
+}
+
+/// A step over these, whose gradients are sums.
+StepRequest step_over(const std::vector<uint32_t>& ids) {
+  return {.session_id = 1,
+          .groups = {{.settings = {}, .shard_ids = ids}, {.settings = {}, .shard_ids = {3, 1}}},
+          .step = 2,
+          .summed = {{.session_ids = {1, 9}, .shard_ids = ids}}};
+}
+
+std::vector<uint32_t> ids_from(uint32_t first, uint32_t count) {
+  std::vector<uint32_t> ids(count);
+  std::iota(ids.begin(), ids.end(), first);
+  return ids;
+}
+
+TEST(LedgerTest, a_closed_step_names_its_shards_in_their_order_and_a_whole_model_in_few_bytes) {
+  std::vector<uint32_t> two_runs = ids_from(100, 50);
+  for (const uint32_t id : ids_from(7, 60)) two_runs.push_back(id);
+  for (const std::vector<uint32_t>& ids : std::vector<std::vector<uint32_t>>{
+           {},
+           {5},
+           {5, 6},
+           {6, 5, 4, 3},
+           {1, 3, 5, 7},
+           {1, 2, 3, 10, 11, 12, 9},
+           {0, ~uint32_t{0}, 0, 1, 2, 3, 4},
+           ids_from(~uint32_t{0} - 9, 10),
+           two_runs,
+       }) {
+    const auto read = decode_step(encode_step(step_over(ids)));
+    ASSERT_TRUE(read.is_ok()) << read.status().message();
+    ASSERT_EQ(read.value().groups.size(), 2U);
+    EXPECT_EQ(read.value().groups[0].shard_ids, ids);
+    EXPECT_EQ(read.value().groups[1].shard_ids, (std::vector<uint32_t>{3, 1}));
+    ASSERT_EQ(read.value().summed.size(), 1U);
+    EXPECT_EQ(read.value().summed[0].session_ids, (std::vector<uint64_t>{1, 9}));
+    EXPECT_EQ(read.value().summed[0].shard_ids, ids);
+  }
+  EXPECT_LT(encode_step(step_over(ids_from(0, 100'000))).size(), 300U);
+}
+
+TEST(LedgerTest, a_run_of_shards_that_no_step_can_have_is_told_from_those_that_it_may) {
+  constexpr uint32_t kFirst = 0xabcde;
+  constexpr uint32_t kCount = 0x1234;
+  StepRequest request = step_over({});
+  request.groups[0].shard_ids = ids_from(kFirst, kCount);
+  const std::vector<std::byte> encoded = encode_step(request);
+  ASSERT_TRUE(decode_step(encoded).is_ok());
+  const auto read_with = [&](uint32_t word, uint32_t by) {
+    std::vector<std::byte> bytes = encoded;
+    const auto* const begin = reinterpret_cast<const std::byte*>(&word);
+    const auto at = std::search(bytes.begin(), bytes.end(), begin, begin + sizeof(word));
+    EXPECT_NE(at, bytes.end());
+    std::memcpy(&*at, &by, sizeof(by));
+    return decode_step(bytes).status().code();
+  };
+  EXPECT_EQ(read_with(kCount, ~uint32_t{0}), StatusCode::integrity) << "16 GiB of ids";
+  EXPECT_EQ(read_with(kFirst, ~uint32_t{0} - 1), StatusCode::integrity) << "beyond all ids";
+  EXPECT_EQ(read_with(kCount, kCount + 1), StatusCode::ok);
 }
 
 TEST(LedgerTest, a_closed_step_has_every_setting_of_its_groups_in_the_next_daemon) {
