@@ -135,9 +135,10 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
     }
     write_gradients(70);
   }
-  /// Asks for the third step, and returns once it is answered or the daemon stands still; then the
-  /// daemon is dead. Returns the moments that were reached.
-  std::map<std::string, uint64_t> kill_in_third_step(
+  /// Asks for the step, and returns once it is answered or the daemon stands still; then the daemon
+  /// is dead. Returns the moments that were reached.
+  std::map<std::string, uint64_t> kill_in_step(
+      uint64_t step,
       const std::string& name,
       uint64_t hit,
       const std::function<void(Heart&)>& while_it_updates = [](Heart&) {}) {
@@ -145,13 +146,19 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
     return kill_while(
         name,
         hit,
-        [answered, while_it_updates, third = request(3)](Heart& heart) {
+        [answered, while_it_updates, asked = request(step)](Heart& heart) {
           heart.store().operations().step(
-              third, [answered](const Status&, const StepReport&) { *answered = true; });
+              asked, [answered](const Status&, const StepReport&) { *answered = true; });
           heart.turn();
           while_it_updates(heart);
         },
         [answered](Heart&) { return *answered; });
+  }
+  std::map<std::string, uint64_t> kill_in_third_step(
+      const std::string& name,
+      uint64_t hit,
+      const std::function<void(Heart&)>& while_it_updates = [](Heart&) {}) {
+    return kill_in_step(3, name, hit, while_it_updates);
   }
   /// The same of what is made between the last gradient and the step.
   std::map<std::string, uint64_t> kill_while_made_early(const std::string& name, uint64_t hit) {
@@ -191,16 +198,16 @@ class InMemoryKillTest : public ::testing::TestWithParam<Case> {
     failpoint::set_observer({});
     return stop->hits;
   }
-  void go_on() {
+  void go_on(uint64_t step = 3, uint32_t seed = 70) {
     start();
     if (HasFatalFailure()) return;
     std::string notes;
     for (const std::string& note : heart_->store().load_notes()) notes += "\n" + note;
     const auto session = heart_->store().resume_session(session_, kOwner);
     ASSERT_TRUE(session.is_ok()) << session.status().message() << notes;
-    expect_step(3, 70);
-    write_gradients(80);
-    if (!HasFatalFailure()) expect_step(4, 80);
+    expect_step(step, seed);
+    write_gradients(seed + 10);
+    if (!HasFatalFailure()) expect_step(step + 1, seed + 10);
   }
   /// Before the daemon makes the step of the one before: gradients are on disk, and private memory
   /// has no room for them. Returns what was taken of it.
@@ -281,6 +288,21 @@ TEST_P(InMemoryKillTest, at_any_moment_of_a_step_no_bit_is_lost) {
   }
   std::printf("%zu kills\n", static_cast<size_t>(kills));
   EXPECT_GT(kills, 50u);
+}
+
+/// Of jobs whose optimizer state has maxima.
+class MaximaKillTest : public InMemoryKillTest {};
+
+TEST_P(MaximaKillTest, in_the_step_that_makes_a_place_for_maxima_no_bit_is_lost) {
+  for (const std::string name : {"maxima.before_layout", "maxima.kept", "ledger.tile_marked"}) {
+    SCOPED_TRACE(name);
+    begin();
+    write_gradients(50);
+    kill_in_step(1, name, 1);
+    go_on(1, 50);
+    end();
+    if (HasFailure()) return;
+  }
 }
 
 TEST_P(InMemoryKillTest, where_tiles_were_made_before_the_step_no_bit_is_lost) {
@@ -606,6 +628,15 @@ TEST_P(InMemoryKillTest, without_pre_images_bits_are_lost) {
   }
 }
 
+std::string name_of(const ::testing::TestParamInfo<Case>& info) {
+  std::string name =
+      info.param.durability + (info.param.dtype == DType::bfloat16 ? "_bf16_" : "_fp32_") +
+      std::to_string(info.param.arena_segments) + (info.param.amsgrad ? "_amsgrad" : "") +
+      (info.param.tier == Tier::host ? "_host" : "");
+  std::replace(name.begin(), name.end(), ':', '_');
+  return name;
+}
+
 INSTANTIATE_TEST_SUITE_P(Kinds,
                          InMemoryKillTest,
                          ::testing::Values(Case{"every:3", DType::float32, 12, true},
@@ -614,16 +645,14 @@ INSTANTIATE_TEST_SUITE_P(Kinds,
                                            Case{"every:5", DType::bfloat16, 4},
                                            Case{"step", DType::float32, 12, true, Tier::host},
                                            Case{"step", DType::bfloat16, 12, false, Tier::host}),
-                         [](const auto& info) {
-                           std::string name =
-                               info.param.durability +
-                               (info.param.dtype == DType::bfloat16 ? "_bf16_" : "_fp32_") +
-                               std::to_string(info.param.arena_segments) +
-                               (info.param.amsgrad ? "_amsgrad" : "") +
-                               (info.param.tier == Tier::host ? "_host" : "");
-                           std::replace(name.begin(), name.end(), ':', '_');
-                           return name;
-                         });
+                         name_of);
+
+INSTANTIATE_TEST_SUITE_P(Kinds,
+                         MaximaKillTest,
+                         ::testing::Values(Case{"every:3", DType::float32, 12, true},
+                                           Case{"none", DType::bfloat16, 4, true},
+                                           Case{"step", DType::float32, 12, true, Tier::host}),
+                         name_of);
 
 }  // namespace
 }  // namespace memd::testing
