@@ -157,6 +157,24 @@ def test_a_small_lease_a_gradient_and_a_scalar_show_the_arena(
         assert registration.host(session.get("scalar"), CUDA).item() == 7.0
 
 
+def test_inside_a_transform_of_torch_func_the_bytes_are_the_same(
+    daemon: Daemon, driver: Driver
+) -> None:
+    with connected(daemon) as session:
+        value = torch.arange(float(COUNT))
+        session.put("x", value)
+        lease = session.get("x")
+        shown: list[torch.Tensor] = []
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            shown.append(session.leases.registration.host(lease, CUDA))
+            return x.sum()
+
+        torch.func.grad(loss)(torch.ones(2))
+        assert torch.equal(shown[0], value)
+        assert driver.has(shown[0])
+
+
 def test_a_view_keeps_its_lease(daemon: Daemon, driver: Driver) -> None:
     with connected(daemon) as session:
         session.put("x", torch.ones(COUNT))

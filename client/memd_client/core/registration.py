@@ -70,11 +70,10 @@ class HostRegistration:
 
         The result keeps the lease. What was written through a lease for reading is not in it.
         """
-        contiguous = lease.detach()
-        if not contiguous.is_contiguous():
+        if not lease.is_contiguous():
             raise ValueError(f"a lease of strides {lease.stride()} has no bytes of its own")
         view: torch.Tensor = self._plane.arena_view(
-            contiguous, contiguous.data_ptr(), DTYPE_NUMBERS[lease.dtype], tuple(lease.shape)
+            lease, lease.data_ptr(), DTYPE_NUMBERS[lease.dtype], tuple(lease.shape)
         )
         if device.type == _CUDA:
             self._pieces.cover(view.data_ptr(), view.nbytes, device)
