@@ -310,7 +310,8 @@ class SessionService:
         if request.rank_call.number:
             self._together(session, "dropped its gradients", request, call, drop)
         else:
-            self._server.drop_gradients(session.session_id, list(request.shard_ids))
+            # Each once: the server's thread finds one after the other.
+            self._server.drop_gradients(session.session_id, sorted(set(request.shard_ids)))
         return session_pb2.DropGradientsResponse()
 
     def Delete(self, request: session_pb2.DeleteRequest, call: Call) -> session_pb2.DeleteResponse:
@@ -333,7 +334,8 @@ class SessionService:
         self, request: session_pb2.GetMaximaBytesRequest, call: Call
     ) -> session_pb2.GetMaximaBytesResponse:
         session = self._peers.session(call.peer, request.session_id)
-        count = self._server.bytes_of_maxima(session.session_id, list(request.shard_ids))
+        shard_ids = sorted(set(request.shard_ids))  # each once, as above
+        count = self._server.bytes_of_maxima(session.session_id, shard_ids)
         return session_pb2.GetMaximaBytesResponse(bytes=count)
 
     def GetShard(

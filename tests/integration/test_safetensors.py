@@ -551,6 +551,37 @@ def test_values_move_without_a_copy_where_host_memory_holds_them_twice(
         assert session.statistics().leases_held == 0
 
 
+@pytest.mark.parametrize("refusal", [memd_client.CapacityError, memd_client.DeadlineExceeded])
+def test_a_load_goes_on_where_others_hold_the_memory_beside_a_value(
+    daemon: Daemon,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: type[memd_client.MemdError],
+) -> None:
+    """It counts already when its values move, and waits for others once."""
+
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
+
+    path = saved(build(1), tmp_path / "a.safetensors")
+    with fresh(daemon, f"beside-{refusal.__name__}", host_bytes="40MiB") as session:
+        model = memd_client.offload(build(0), session)
+        write = Residency.write
+        held: list[int] = []
+
+        def noted(residency: Residency, value: torch.Tensor) -> None:
+            held.append(session.statistics().leases_held)
+            if len(held) == 1:
+                raise refusal("of the shard's lease")
+            write(residency, value)
+
+        monkeypatch.setattr(Residency, "write", noted)
+        memd_client.load_safetensors(model, path, session)
+        assert held == [2, 1, 1, 1]
+        assert_same(model.state_dict(), build(1).state_dict())
+
+
 def test_a_quota_without_room_for_both_values_is_named_and_nothing_changes(
     daemon: Daemon, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -99,6 +100,16 @@ def test_a_file_of_another_name_or_inode_is_not_read(path: Path) -> None:
     assert not any(into)
     path.with_name("elsewhere").unlink()
     assert MappedFiles().find(whole) is None
+
+
+def test_the_memory_of_a_device_is_not_read_from_it() -> None:
+    """/dev/zero, a map of which is listed with its name, would give anything its zeros."""
+    with Path("/dev/zero").open("rb") as device:
+        memory = mmap.mmap(device.fileno(), 1 << 20, flags=mmap.MAP_PRIVATE)
+    whole = torch.frombuffer(memory, dtype=torch.int32)
+    found = MappedFiles().find(whole)
+    assert found is not None
+    assert not found.read(memoryview(bytearray(whole.nbytes)))
 
 
 def test_a_file_that_became_shorter_is_an_error(path: Path) -> None:

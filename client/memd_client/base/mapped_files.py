@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import stat
 from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,8 @@ class FileBytes:
             found = os.fstat(file)
             device = (os.major(found.st_dev), os.minor(found.st_dev))
             if (device, found.st_ino) != (self.place.device, self.place.inode):
+                return False
+            if not stat.S_ISREG(found.st_mode):  # a device's memory is not what a read of it gives
                 return False
             done = 0
             while done < len(into):

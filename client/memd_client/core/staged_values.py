@@ -132,6 +132,7 @@ class StagedValues:
         self._job = store.job
         self._store = store
         self._steps = steps
+        self._moves_beside = True  # of the load that is settled: host memory may hold a value twice
 
     def list_settled(self) -> Iterable[types_pb2.Shard]:
         """All shards of the job, with nothing staged: a load that broke off is finished, or
@@ -241,6 +242,7 @@ class StagedValues:
         """Gives `take` the bytes of each value that counts, and its shard; moments go to their
         parameters; then forgets all. `take` may get one again that another process has taken before
         it was killed. No interrupt ends this half-way."""
+        self._moves_beside = True
         listed = {shard.shard_id: shard for shard in self._store.shards.list_all()}
         staged = {shard.spec.name: shard for shard in listed.values() if _is_staged(shard)}
         if _is_written(staged, _PLAN):
@@ -266,12 +268,14 @@ class StagedValues:
     def _move(self, take: Taking, value: StagedValue, shard: Shard | None, blob: Shard) -> None:
         """Gives `take` the bytes where they are staged, or a copy of them if host memory may not
         hold the shard beside them."""
-        if value.size_bytes <= self._store.host_bytes // _BESIDE:
+        if self._moves_beside and value.size_bytes <= self._store.host_bytes // _BESIDE:
             try:
                 take(value, shard, self._lease(blob))
-            except CapacityError as error:
-                # Tier host may leave less. The lease of the blob ends.
+            except (CapacityError, DeadlineExceeded) as error:
+                # Tier host may leave less, and so may leases of others, which are waited for once.
+                # The lease of the blob ends.
                 clear_frames(error.__traceback__)
+                self._moves_beside = False
             else:
                 return
         take(value, shard, self._lease(blob).clone())
