@@ -1,19 +1,20 @@
 """Announces to the simulation what a daemon does with a session's host memory.
 
 The daemon is another process, whose accesses the vector clocks don't see. From the end of a lease
-on, it may fill the slot with something else: a write of the host. Once a gradient is sealed, it
-reads the slot: a read of the host.
+on, it may fill the slot with something else: a write of the host. Once a step with a gradient was
+sent, it reads the slot: a read of the host.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memd_client.core.steps import Steps
+from memd_client.base.dtypes import DTYPE_NUMBERS
 from memd_native import PART_GRADIENT
 from tests.device.simulation import SIM
 
@@ -25,12 +26,43 @@ if TYPE_CHECKING:
     from memd_client import Session
 
 
+_PAGE = 4096
+
+
+class _Slots:
+    """The leases of the arena's slots. The daemon grants one after it knows of the ends of those
+    before that met the same bytes."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, threading.Lock] = {}
+        self._counts: dict[int, int] = {}  # by address
+
+    def begin(self, slot: torch.Tensor) -> None:
+        with self._pages_of(slot):
+            self._counts[slot.data_ptr()] = self._counts.get(slot.data_ptr(), 0) + 1
+
+    def end(self, slot: torch.Tensor) -> None:
+        with self._pages_of(slot):
+            self._counts[slot.data_ptr()] -= 1
+            if not self._counts[slot.data_ptr()]:
+                SIM.host_touches(slot, writes=True)
+
+    @contextmanager
+    def _pages_of(self, slot: torch.Tensor) -> Iterator[None]:
+        first, last = slot.data_ptr() // _PAGE, (slot.data_ptr() + slot.nbytes - 1) // _PAGE
+        with ExitStack() as held:
+            for page in range(first, last + 1):
+                held.enter_context(self._pages.setdefault(page, threading.Lock()))
+            yield
+
+
 class _AnnouncedPlane:
     """A session's data plane whose leases, when they end, are announced."""
 
     def __init__(self, plane: Any, races: list[str]) -> None:
         self._plane = plane
         self._races = races
+        self._slots = _Slots()
         self._gradients: dict[int, torch.Tensor] = {}  # shard id → its slot, without a lease
 
     def __getattr__(self, name: str) -> Any:
@@ -44,7 +76,7 @@ class _AnnouncedPlane:
             if isinstance(answer, torch.Tensor):
                 self._watch(answer)
                 if part == PART_GRADIENT:
-                    self._gradients[shard_id] = _bytes_of(answer)
+                    self._gradients[shard_id] = self._slot_of(answer)
         return answers
 
     def lease_resident(self, *arguments: Any) -> Any:
@@ -60,13 +92,19 @@ class _AnnouncedPlane:
             del self._gradients[shard_id]
 
     def _watch(self, lease: torch.Tensor) -> None:
-        slot = _bytes_of(lease)
+        slot = self._slot_of(lease)
+        self._slots.begin(slot)
         weakref.finalize(lease.untyped_storage(), self._end, slot).atexit = False
+
+    def _slot_of(self, lease: torch.Tensor) -> torch.Tensor:
+        """The arena's bytes of a lease, without holding the lease."""
+        number = DTYPE_NUMBERS[lease.dtype]
+        return _bytes_of(self._plane.arena_view(lease, lease.data_ptr(), number, lease.shape))
 
     def _end(self, slot: torch.Tensor) -> None:
         # Nobody can catch what is raised here: leases end when tensors die.
         try:
-            SIM.host_touches(slot, writes=True)
+            self._slots.end(slot)
         except RuntimeError as error:
             self._races.append(str(error))
 
@@ -84,16 +122,17 @@ def _bytes_of(lease: torch.Tensor) -> torch.Tensor:
 def announced_leases(session: Session, patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Yields the races that ends of leases have shown so far; a seal raises its own."""
     races: list[str] = []
-    leases = session.leases
+    leases, control = session.leases, session.transaction.job.control
     plane = _AnnouncedPlane(leases.plane, races)
-    plain_seal = Steps.seal
+    plain_begin_step = control.begin_step
 
-    def seal(steps: Steps, groups: Any, targets: Any, into: Any = None) -> Any:
-        for target in targets:
-            plane.seal(target.shard.shard_id)
-        return plain_seal(steps, groups, targets, into)
+    def begin_step(request: Any) -> Any:
+        for group in request.groups:
+            for shard_id in group.shard_ids:
+                plane.seal(shard_id)
+        return plain_begin_step(request)
 
     with patch.context() as patched:
         patched.setattr(leases, "_plane", plane)
-        patched.setattr(Steps, "seal", seal)
+        patched.setattr(control, "begin_step", begin_step)
         yield races

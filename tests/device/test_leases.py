@@ -34,16 +34,17 @@ def session(daemon: Daemon) -> Iterator[Session]:
         session.drop_job()
 
 
-def upload(lease: torch.Tensor, *, wait: bool) -> torch.Tensor:
+def upload(session: Session, name: str, *, wait: bool) -> torch.Tensor:
     """Copies a lease's bytes, ends the lease, and unregisters its memory."""
-    address = lease.data_ptr()
-    SIM.pin(address, lease.nbytes)
-    copied = torch.Event(device="sim")
-    there = lease.to("sim", non_blocking=True)
+    lease, copied = session.get(name), torch.Event(device="sim")
+    host = session.leases.registration.host(lease, torch.device("sim"))
+    address = host.data_ptr()
+    SIM.pin(address, host.nbytes)
+    there = host.to("sim", non_blocking=True)
     copied.record()
     if wait:
         copied.synchronize()
-    del lease
+    del lease, host
     torch.accelerator.synchronize()
     SIM.unpin(address)
     return there
@@ -56,10 +57,10 @@ def test_a_lease_that_ends_before_its_copy_is_a_race(
     session.put("x", torch.arange(float(SIZE)))
     SIM.seed(seed)
     with announced_leases(session, monkeypatch) as races:
-        there = upload(session.get("x"), wait=True)
+        there = upload(session, "x", wait=True)
         assert torch.equal(there.cpu(), torch.arange(float(SIZE)))
         assert not races
-        upload(session.get("x"), wait=False)
+        upload(session, "x", wait=False)
         assert len(races) == 1
         assert "race: the host" in races[0]
         assert "that copy to device (stream 0 of sim:0) reads" in races[0]

@@ -1,5 +1,7 @@
 #include "machine.h"
 
+#include <ATen/Parallel.h>
+
 namespace sim {
 
 Machine& machine() {
@@ -150,6 +152,8 @@ void Machine::advance(Actor stream) {
   queues_[stream].pop_front();
   if (task.passes) task.passes->has_passed = true;
   if (task.tick) done_[stream] = task.tick;
+  // oneDNN asks OpenMP, which has a number of threads for each thread that runs tasks.
+  at::internal::lazy_init_num_threads();
   if (task.run) task.run();
 }
 

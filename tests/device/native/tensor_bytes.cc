@@ -90,6 +90,15 @@ at::Tensor empty(c10::IntArrayRef size,
                                    format);
 }
 
+// As CUDA answers: `parameter.data = tensor` may bring a parameter from the CPU to the device, and
+// tensors with other keys beside the device's.
+bool may_take_data(const at::Tensor& self, const at::Tensor& from) {
+  auto is_dense = [](const at::Tensor& tensor) {
+    return tensor.layout() == c10::kStrided && (on_device(tensor) || tensor.is_cpu());
+  };
+  return is_dense(self) && is_dense(from);
+}
+
 }  // namespace
 
 at::Tensor empty_like_meta(const at::Tensor& meta, c10::DeviceIndex device) {
@@ -128,6 +137,7 @@ void install_tensors(torch::Library& library) {
   library.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   library.impl("view", TORCH_FN(at::native::view));
   library.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  library.impl("_has_compatible_shallow_copy_type", TORCH_FN(may_take_data));
   library.impl("resize_", TORCH_FN(resize_tensor));
   library.impl("set_.source_Storage", TORCH_FN(at::native::set_));
   library.impl("set_.source_Storage_storage_offset", TORCH_FN(at::native::set_storage_cpu_));
