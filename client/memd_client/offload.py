@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from memd_client.base.mapped_files import MappedFiles
 from memd_client.base.overlaps import refuse_overlaps
 from memd_client.base.sizes import UPDATE_BYTES, format_size
 from memd_client.connection.shard import TIERS, Shard, bytes_name, bytes_spec, shard_spec
+from memd_client.device.model_on_device import ModelOnDevice, usable_device
 from memd_client.errors import CapacityError, InvalidArgument, NotYet
 from memd_client.parameters.away import AwayParameter
 from memd_client.parameters.in_place import InPlaceParameter
@@ -56,6 +57,7 @@ def offload(
     *,
     tier: str = "nvme",
     device: torch.device | str | None = None,
+    device_bytes: int | str | None = None,
     activations: str | None = None,
     strict: bool = True,
 ) -> ModuleT:
@@ -75,15 +77,19 @@ def offload(
     with rank 0's buffers.
 
     Args:
-        module: its parameters are contiguous, and on the CPU. Those that require a gradient are
-            float32 or bfloat16; frozen ones of any other dtype stay frozen.
+        module: its parameters are contiguous, and on the CPU, all of them. Those that require a
+            gradient are float32 or bfloat16; frozen ones of any other dtype stay frozen.
         session: it has shared memory.
         tier: where parameters and their optimizer state live while nobody uses them: "nvme", or
             "host": the job's host memory, and on disk only in a snapshot. A power cut, or a daemon
             that ends without a keeper of its memory, then takes the whole job back to its last
             snapshot, whatever its durability is. One job may have both. Buffers and tracked objects
             are of tier "nvme".
-        device: where they are used; "cpu" in this version.
+        device: where they are used, such as "cuda"; None is the CPU. They come there ahead of
+            their use, and their gradients leave during backward; buffers go there for good. `grad`
+            of a parameter, and the values in a `state_dict()`, are in host memory.
+        device_bytes: as much memory of the device as parameters take there, in bytes or with a
+            unit; None: the least, the largest module with those around it and 25 % more.
         activations: not yet.
         strict: if the job held parameters before this session, it must have those of `module`, and
             by the first step modules and optimizers of this session must have claimed all that it
@@ -94,14 +100,18 @@ def offload(
             values that were not stored completely, and other sessions, which may be storing them.
             Nothing has changed.
         CapacityError: the job's host memory can't hold the largest module with its gradients, or
-            with that what lives in tier "host". Nothing has changed.
+            with that what lives in tier "host"; or the device has less free than `device_bytes`.
+            Nothing has changed.
     """
     if activations is not None:
         raise NotYet(
             f"offloading activations comes in a later version: activations={activations!r}"
         )
-    if device is not None and torch.device(device).type != "cpu":
-        raise NotYet(f"devices other than the CPU come in a later version: device={device!r}")
+    place = usable_device(device) if device is not None else None
+    if place is None and device_bytes is not None:
+        raise InvalidArgument(
+            f"device_bytes={device_bytes!r} needs a device, such as device='cuda'"
+        )
     if tier not in TIERS:
         raise InvalidArgument(f'tier is "host" or "nvme": {tier!r}')
     defer_interrupts()
@@ -109,7 +119,12 @@ def offload(
     _ = job.leases  # needs shared memory
     ranks = job.ranks
     if not ranks.are_several:
-        return _offload(module, session, tier=tier, strict=strict)
+        return _offload(module, session, tier=tier, strict=strict, to=(place, device_bytes))
+    if place is not None:
+        raise NotYet(
+            f"job {job.name!r}: several ranks with devices come in a later version: device="
+            f"{device!r}"
+        )
     # Before the first rank stores its values, which are not what the job held.
     job.held_names.look()
     ranks.refuse_different(_described(module), "offload")
@@ -138,11 +153,23 @@ def _described(module: nn.Module) -> dict[str, str]:
     }
 
 
-def _offload(module: ModuleT, session: Session, *, tier: str, strict: bool) -> ModuleT:
+def _offload(
+    module: ModuleT,
+    session: Session,
+    *,
+    tier: str,
+    strict: bool,
+    to: tuple[torch.device | None, int | str | None] = (None, None),
+) -> ModuleT:
     transaction = session.transaction
     job, built = transaction.job, session.unnamed
     leases = job.leases
     if built.has_named(module):
+        if to[0] is not None:
+            raise NotYet(
+                f"job {job.name!r}: a model that init() has built on the CPU and that has its "
+                "names already comes to a device in a later version; build it without init()"
+            )
         return module
     _refuse_scripted(module)
     parameters = {
@@ -151,7 +178,7 @@ def _offload(module: ModuleT, session: Session, *, tier: str, strict: bool) -> M
         if type(parameter) is not nn.Parameter or parameter.numel()
     }
     for name, parameter in parameters.items():
-        _refuse_parameter(name, parameter, built)
+        _refuse_parameter(name, parameter, built, to[0])
     refuse_overlaps((name, each) for name, each in parameters.items() if unnamed(each) is None)
     tile_heights = _tile_heights(module)
     for name, parameter in parameters.items():
@@ -164,6 +191,10 @@ def _offload(module: ModuleT, session: Session, *, tier: str, strict: bool) -> M
     ]
     _refuse_names_in_use({*parameters, *(piece.name for piece in pieces)}, job)
     _refuse_small_pool(module, tile_heights, job, pieces if tier == "host" else [])
+    on_device = None
+    if to[0] is not None:
+        _refuse_on_device(module, tile_heights)
+        on_device = ModelOnDevice.take(module, to[0], to[1], own_parameters, job)
     if not strict:
         job.held_names.relax()
     stored_names = [piece.stored_name for piece in pieces]
@@ -202,6 +233,9 @@ def _offload(module: ModuleT, session: Session, *, tier: str, strict: bool) -> M
     for buffer, value in stored:
         with torch.no_grad():
             buffer.copy_(value)
+    if on_device is not None:
+        shards = [replace(shard, device=on_device.device) for shard in shards]
+        on_device.use(shards, job)
     transaction.add(buffers)
     if job.ranks.are_several:
         buffers.share(module, job)
@@ -227,6 +261,20 @@ def _offload(module: ModuleT, session: Session, *, tier: str, strict: bool) -> M
     return module
 
 
+def _refuse_on_device(module: nn.Module, tile_heights: Mapping[int, Sequence[int]]) -> None:
+    if tile_heights:
+        raise NotYet(
+            "layers in tiles on a device come in a later version; leave out tile_linears(), or "
+            "offload without device="
+        )
+    for name, buffer in module.named_buffers():
+        if buffer.device.type != "cpu":
+            raise InvalidArgument(
+                f"buffer {name!r} is on {buffer.device}, and offload(device=...) brings a model "
+                "from the CPU to its device itself; call model.cpu() before"
+            )
+
+
 def _refuse_scripted(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
@@ -236,7 +284,9 @@ def _refuse_scripted(module: nn.Module) -> None:
             )
 
 
-def _refuse_parameter(name: str, parameter: nn.Parameter, built: UnnamedParameters) -> None:
+def _refuse_parameter(
+    name: str, parameter: nn.Parameter, built: UnnamedParameters, device: torch.device | None
+) -> None:
     record = unnamed(parameter)
     if record is not None and record.store is not built:
         raise InvalidArgument(f"parameter {name!r} was built in init() of another session")
@@ -261,9 +311,10 @@ def _refuse_parameter(name: str, parameter: nn.Parameter, built: UnnamedParamete
             "assign=True"
         )
     if parameter.device.type != "cpu":
-        raise NotYet(
-            f"devices other than the CPU come in a later version: parameter {name!r} is on "
-            f"{parameter.device}"
+        raise InvalidArgument(
+            f"parameter {name!r} is on {parameter.device}, and offload() takes a model that is on "
+            "the CPU; call model.cpu() before"
+            + (f", and pass device={str(parameter.device)!r}" if device is None else "")
         )
     if parameter.dtype not in _DTYPES and parameter.dtype not in FROZEN_DTYPES:
         raise InvalidArgument(

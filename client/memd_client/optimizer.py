@@ -17,6 +17,7 @@ from memd_client.base.interrupts import call_user, defer_interrupts
 from memd_client.connection.shard import TIERS
 from memd_client.core.backward import is_in_backward
 from memd_client.core.ranks import Ranks
+from memd_client.device.device_leases import refuse_early
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.parameters.early import EarlyUpdates
 from memd_client.parameters.module_hooks import end_interrupted_calls
@@ -181,6 +182,10 @@ class Adam(torch.optim.Optimizer):
                 without_wrappers(given[i]) if given else f"optimizer.{position}.{i}"
                 for i in range(len(parameters))
             ]
+            if self._early is not None and any(
+                entry.shard.is_on_device for each in parameters for entry in entries_of(each)
+            ):
+                refuse_early()
             targets = own(
                 parameters,
                 names,

@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader, Sampler
 from memd_client.base import plain
 from memd_client.base.plain import decode
 from memd_client.connection.shard import Shard, shard_spec
-from memd_client.errors import IntegrityError, InvalidArgument, MemdError
+from memd_client.errors import IntegrityError, InvalidArgument, MemdError, NotYet
 from memd_client.parameters.tiles import is_in_memd
+from memd_client.transaction.transaction import StagedBuffer
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
@@ -77,6 +78,11 @@ class Tracked:
             return list
         if not transaction.has_after_commit:
             self._refuse_averages()
+        if self._rng and transaction.job.unordered_leases.devices.exist:
+            raise NotYet(
+                f"job {transaction.job.name!r}: track(rng=True) with a model on a device, which "
+                "has a generator of its own, comes in a later version; track without rng"
+            )
         data = self.encode(number, transaction.optimizers)
         return lambda: [self._stage(data, transaction.job)]
 
@@ -127,8 +133,8 @@ class Tracked:
         _HEADER.pack_into(data, 0, _MAGIC, number, len(data) - _HEADER.size)
         return bytes(data)
 
-    def _stage(self, data: bytes, job: Job) -> tuple[Shard, Shard]:
-        """Writes it under a staging name; returns (staged, buffer)."""
+    def _stage(self, data: bytes, job: Job) -> StagedBuffer:
+        """Writes it under a staging name."""
         size = size_class(len(data))
         name = f"{_prefix_of(job.ranks)}{size}"
         if name not in self._shards:
@@ -138,7 +144,7 @@ class Tracked:
         padded = torch.zeros(size, dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         job.leases.write(staged, padded)
-        return staged, self._shards[name]
+        return StagedBuffer(staged, self._shards[name])
 
     def _restore(self, data: Any, optimizers: Sequence[UpdatedOptimizer]) -> None:
         """Objects first, then the groups of optimizers, whose settings a scheduler may change when

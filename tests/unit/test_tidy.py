@@ -37,9 +37,15 @@ CLIENT_PACKAGES = {
         *("control", "snapshot_reading", "reattach"),
     ),
     "core": (
-        *("backward", "ranks", "rank_gradients", "gradient_order", "registration", "leases"),
-        *("tensor_streams", "registry", "temporary_snapshots", "job_store", "first_values"),
-        *("held_names", "open_steps", "steps", "staged_values", "job", "name_uses", "blobs"),
+        *("backward", "ranks", "rank_gradients", "gradient_order", "registration"),
+        *("parameter_leases", "devices", "leases", "tensor_streams", "registry"),
+        "temporary_snapshots",
+        *("job_store", "first_values", "held_names"),
+        *("open_steps", "steps", "staged_values", "job", "name_uses", "blobs"),
+    ),
+    "device": (
+        *("space", "use_order", "event_thread", "deferred_step", "copies", "device_leases"),
+        "model_on_device",
     ),
     "transaction": (
         *("adam_settings", "metadata", "moments", "shown_states", "loaded_moments"),

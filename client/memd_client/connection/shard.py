@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # The names of the tiers in the public API.
 TIERS: dict[str, types_pb2.Tier] = {"host": types_pb2.TIER_HOST, "nvme": types_pb2.TIER_NVME}
+_CPU = torch.device("cpu")
 # Adam's moments, as torch and the messages name them. The maximum is amsgrad's.
 MAXIMUM = "max_exp_avg_sq"
 MOMENTS = ("exp_avg", "exp_avg_sq", MAXIMUM)
@@ -35,6 +36,7 @@ class Shard:
     # That of the parameter of which it is a tile.
     whole_name: str = ""
     tier: types_pb2.Tier = types_pb2.TIER_NVME
+    device: torch.device = _CPU  # where a parameter is used
 
     @classmethod
     def of(cls, shard: types_pb2.Shard, *, whole_name: str = "") -> Shard:
@@ -61,6 +63,10 @@ class Shard:
             is_bytes=True,
             tier=shard.spec.tier,
         )
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.device.type != "cpu"
 
     @property
     def label(self) -> str:

@@ -124,7 +124,8 @@ class Blobs:
             return self._job.unordered_leases.read(shard)
         self._job.held_names.settle()  # a load may have broken off: some are old, some new
         if shard.kind == types_pb2.SHARD_KIND_PARAMETER:
-            return self._job.leases_of(shard).read(shard)
+            self._job.leases_of(shard)  # refuses what a use refuses
+            return self._job.unordered_leases.read(shard)
         return self._job.leases.read(shard)
 
 

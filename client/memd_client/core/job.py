@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from memd_client.connection.shard import Shard
     from memd_client.core.leases import Leases
     from memd_client.core.open_steps import OpenStep
+    from memd_client.core.parameter_leases import ParameterLeases
     from memd_proto.v1 import types_pb2
 
 
@@ -236,9 +237,9 @@ class Job:
         self._steps.settle_for_lease()
         return self.unordered_leases
 
-    def leases_of(self, shard: Shard) -> Leases:
-        """Leases of a parameter's value. Nothing waits here: the daemon delays the lease until the
-        step in flight has updated this parameter.
+    def leases_of(self, shard: Shard) -> ParameterLeases:
+        """Leases of a parameter's value, where it is used. Nothing waits here: the daemon delays
+        the lease until the step in flight has updated this parameter.
 
         Raises:
             InvalidArgument: `step()` has taken its gradient, and `commit()` has not come yet.
@@ -246,9 +247,9 @@ class Job:
         """
         self.refuse_if_unusable()
         self._steps.settle_for(shard)
-        return self.unordered_leases
+        return self.unordered_leases.of(shard)
 
-    def gradient_leases_of(self, shard: Shard) -> Leases:
+    def gradient_leases_of(self, shard: Shard) -> ParameterLeases:
         """Leases of a parameter's gradient. Waits for the step in flight; raises as `leases_of`."""
         leases = self.leases_of(shard)
         # The slot is free no earlier. And if the daemon died before its answer arrived, the next
@@ -320,13 +321,15 @@ class Job:
     def end_gradients(self) -> None:
         """A step takes the gradients, or they are dropped: slots reserved ahead are returned."""
         if self._leases is not None:
-            self._leases.gradient_order.end_round()
+            self._leases.end_round()
 
     def drop_gradients(self, shards: Sequence[Shard]) -> None:
         """Forgets the gradients of `shards` that no step has taken."""
         self.refuse_if_unusable()
         self.end_gradients()
         late = self.settle()
+        if self._leases is not None:
+            self._leases.devices.give_up()
         request = session_pb2.DropGradientsRequest(
             session_id=self._session_id,
             shard_ids=[shard.shard_id for shard in shards],

@@ -12,6 +12,7 @@ from memd_client.base.dtypes import DTYPE_NUMBERS
 from memd_client.base.interrupts import safe_point
 from memd_client.base.stalls import current_phase, module_group
 from memd_client.connection.retry import AtOnce
+from memd_client.core.devices import Devices
 from memd_client.core.gradient_order import GradientOrder
 from memd_client.core.ranks import Ranks
 from memd_client.core.registration import ArenaPlane, HostRegistration
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from memd_client.connection.retry import Retrying
     from memd_client.connection.shard import Shard
+    from memd_client.core.parameter_leases import ParameterLeases
 
 __all__ = [
     "MODE_OVERWRITE",
@@ -169,12 +171,32 @@ class Leases:
         self._step: FollowedStep = NoStep()
         self._gradient_order = GradientOrder(plane)
         self._registration = HostRegistration(plane)
+        self._devices = Devices()
         if self._ranks.are_several:
             self._gradient_order.stop_asking()  # they take a slot in turn
 
     def follow_steps(self, steps: FollowedStep) -> None:
         """From now on leases follow the step in flight, and raise its error if it fails."""
         self._step = steps
+
+    @property
+    def devices(self) -> Devices:
+        """The devices on which parameters are used."""
+        return self._devices
+
+    def of(self, shard: Shard) -> ParameterLeases:
+        """Those of a parameter where it is used."""
+        return self._devices.leases_of(shard) if shard.is_on_device else self
+
+    def end_round(self) -> None:
+        """A step takes the gradients, or they are dropped."""
+        self._gradient_order.end_round()
+        self._devices.end_round()
+
+    @property
+    def is_step_open(self) -> bool:
+        """Gradients are sealed, and their step is not closed."""
+        return self._step.is_open
 
     @property
     def gradient_order(self) -> GradientOrder:
@@ -254,6 +276,12 @@ class Leases:
         except DaemonUnavailable as error:
             self._step.note_unreachable(error)
             raise
+
+    def join(self, shard: Shard) -> None:
+        """See `ParameterLeases`. Host memory has no streams."""
+
+    def note_change(self, shard: Shard) -> None:
+        """See `ParameterLeases`. The daemon knows."""
 
     def add_gradient(self, shard: Shard, part: torch.Tensor) -> None:
         """Adds this rank's part to a sum, when the ranks before it have added theirs.
@@ -361,7 +389,8 @@ class Leases:
         return self._plane
 
     def close(self) -> None:
-        """Copies to and from devices have ended."""
+        """Waits for the copies to and from devices."""
+        self._devices.close()
         self._registration.close()
         self._plane.close()
 

@@ -11,6 +11,7 @@ import atexit
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from threading import RLock, get_ident
 from typing import TYPE_CHECKING
 from weakref import ref
@@ -101,6 +102,7 @@ class Steps:
         # Weak: leases hold the steps.
         self._leases = ref(leases) if leases is not None else None
         self._open = OpenSteps(job)
+        self._is_sealing = False
         self._in_flight: _StepInFlight | None = None
         self._call_count = 0
         # Shards of the last step, if an error was raised for it though it may be committed.
@@ -138,8 +140,8 @@ class Steps:
 
     @property
     def is_open(self) -> bool:
-        """Gradients are sealed, and the step is not closed."""
-        return self._open.exist
+        """Gradients are sealed, or are being sealed, and the step is not closed."""
+        return self._is_sealing or self._open.exist
 
     @property
     def is_in_flight(self) -> bool:
@@ -159,15 +161,19 @@ class Steps:
                 self._open.refuse_if_sealed(target.shard, "a second step()")
                 target.refuse_if_in_use()
             sealed: list[SealedTarget] = []
+            # First: who copies values ahead must not take one for new that a target has sealed.
+            self._is_sealing = True
             try:
                 for target in targets:
                     target.seal()
                     sealed.append(target)
+                self._raised, self._was_asked_again = set(), False
+                return self._open.add(groups, targets, into)
             except BaseException:
                 _undo(sealed)
                 raise
-            self._raised, self._was_asked_again = set(), False
-            return self._open.add(groups, targets, into)
+            finally:
+                self._is_sealing = False
 
     def send(
         self, number: int, call: Callable[[int], StepCall], step: OpenStep | None = None
@@ -176,7 +182,9 @@ class Steps:
         gets a number that no other call of the session has."""
         with self._lock:
             self._call_count += 1
-            sent = call(self._call_count)
+            leases = self._leases() if self._leases is not None else None
+            begin = partial(call, self._call_count)
+            sent = begin() if leases is None else leases.devices.begin_step(begin)
             step = step or OpenStep()
             self._raised, self._was_asked_again = set(), False
             self._in_flight = _StepInFlight(number, sent, step, list(step.targets.values()))

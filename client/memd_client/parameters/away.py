@@ -42,6 +42,7 @@ from memd_client.transaction.metadata import asks_for_metadata, attribute_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from memd_client.core.parameter_leases import ParameterLeases
     from memd_client.parameters.parameter import StreamedParameter
 
 _data: Any = torch._C.TensorBase.data
@@ -219,6 +220,10 @@ class ParameterBytes:
         return self._entry.shard.dtype
 
     @property
+    def device(self) -> torch.device:
+        return self._entry.shard.device
+
+    @property
     def is_gradient(self) -> bool:
         """See `lazy.Source`."""
         return False
@@ -228,9 +233,13 @@ class ParameterBytes:
         return self._copy is None
 
     @property
+    def _leases(self) -> ParameterLeases:
+        return self._entry.job.unordered_leases.of(self._entry.shard)
+
+    @property
     def takes_memory_writes(self) -> bool:
         """See `lazy.Source`."""
-        return self._copy is not None or self._entry.job.unordered_leases.read_privately
+        return self._copy is not None or self._leases.read_privately
 
     @property
     def has_ended(self) -> bool:
@@ -394,7 +403,9 @@ def _get_data(parameter: torch.Tensor) -> torch.Tensor:
     if not residency.is_gathered:
         return residency.show(ParameterBytes(parameter)).detach()
     with torch._C.DisableTorchFunctionSubclass():
-        value: torch.Tensor = _data.__get__(parameter)
+        # See `InPlaceParameter.data`.
+        get = _detach if residency.shard.is_on_device else _data.__get__
+        value: torch.Tensor = get(parameter)
         return value
 
 

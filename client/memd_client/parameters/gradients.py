@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from memd_client.connection.shard import Shard
     from memd_client.core.job import Job
-    from memd_client.core.leases import Leases
+    from memd_client.core.parameter_leases import ParameterLeases
     from memd_client.core.ranks import Ranks
 
 
@@ -48,6 +48,11 @@ class GradientBytes:
     @property
     def dtype(self) -> torch.dtype:
         return self._shard.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Host memory, wherever the parameter is used."""
+        return torch.device("cpu")
 
     @property
     def is_gradient(self) -> bool:
@@ -183,7 +188,7 @@ class GradientSlot:
         held.enter_context(self._lock)
 
     @torch.no_grad()
-    def accumulate(self, gradient: torch.Tensor, leases: Leases) -> None:
+    def accumulate(self, gradient: torch.Tensor, leases: ParameterLeases) -> None:
         """Adds `gradient` in its dtype, as torch adds to `p.grad`."""
         self._check(gradient)
         if gradient.requires_grad:
@@ -199,6 +204,13 @@ class GradientSlot:
                     self._job.rank_gradients.refuse_second(self._shard)
                 _add_part(self._shard, gradient, leases, self._job.ranks)
                 self._present = True
+            elif self._present and self._shard.is_on_device:
+                self._prepare_change(leases)
+                if self._storage is not None and self._storage() is not None:
+                    # Somebody holds the memory, and sees the sum there.
+                    self._leased(leases).add_(gradient.cpu())
+                else:
+                    leases.add_gradient(self._shard, gradient)
             elif self._present:
                 self.change(leases).add_(gradient)
                 self.show_in_assigned(leases)
@@ -212,7 +224,7 @@ class GradientSlot:
         self._present = True
 
     @torch.no_grad()
-    def replace(self, gradient: torch.Tensor, leases: Leases) -> None:
+    def replace(self, gradient: torch.Tensor, leases: ParameterLeases) -> None:
         """For `p.grad = gradient`."""
         self._check(gradient)
         self._job.rank_gradients.refuse_change(self._shard, "p.grad = ...")
@@ -247,7 +259,7 @@ class GradientSlot:
             )
 
     @torch.no_grad()
-    def follow_assigned(self, leases: Leases, *, changes: bool = False) -> None:
+    def follow_assigned(self, leases: ParameterLeases, *, changes: bool = False) -> None:
         """Before the gradient is used: takes what was changed in the tensor that was assigned.
 
         Raises:
@@ -274,7 +286,7 @@ class GradientSlot:
             if changes:
                 found.leave()
 
-    def show_in_assigned(self, leases: Leases) -> None:
+    def show_in_assigned(self, leases: ParameterLeases) -> None:
         """The gradient has changed: the tensor that was assigned has the same value."""
         with self._lock:
             if self._assigned is not None and self._present:
@@ -306,7 +318,7 @@ class GradientSlot:
                 self._overwrite(torch.zeros(self._shard.shape, dtype=self._shard.dtype), leases)
                 self._is_zero = True
 
-    def unscale(self, scale: torch.Tensor, leases: Leases) -> None:
+    def unscale(self, scale: torch.Tensor, leases: ParameterLeases) -> None:
         """Divides it by `scale`, unless that was done since it came."""
         with self._lock:
             if not self._is_unscaled:
@@ -325,7 +337,7 @@ class GradientSlot:
                 self._shared.refuse_change(self)
 
     @torch.no_grad()
-    def multiply(self, factor: torch.Tensor, leases: Leases) -> None:
+    def multiply(self, factor: torch.Tensor, leases: ParameterLeases) -> None:
         with self._lock:
             self.change(leases).mul_(factor)
             self.show_in_assigned(leases)
@@ -347,16 +359,20 @@ class GradientSlot:
         """Whether `tensor` is what `p.grad` returns."""
         return self.present and self._shown is not None and self._shown() is tensor
 
-    def change(self, leases: Leases) -> torch.Tensor:
+    def change(self, leases: ParameterLeases) -> torch.Tensor:
         """As `tensor`, to change in place what `p.grad` shows."""
+        self._prepare_change(leases)
+        return self.tensor(leases)
+
+    def _prepare_change(self, leases: ParameterLeases) -> None:
+        """Before what `p.grad` shows is changed in place."""
         self._begin_change()
         self.follow_assigned(leases, changes=True)
         shown = self._shown() if self._shown is not None else None
         if shown is not None:
             shown.note_change()
-        return self.tensor(leases)
 
-    def tensor(self, leases: Leases) -> torch.Tensor:
+    def tensor(self, leases: ParameterLeases) -> torch.Tensor:
         """The gradient itself, to be changed. Only while `present`."""
         with self._lock:
             # First: a caller that keeps the error must not keep a lease with it.
@@ -402,7 +418,7 @@ class GradientSlot:
         if shared is not None:
             shared.leave(self)
 
-    def _leased(self, leases: Leases) -> torch.Tensor:
+    def _leased(self, leases: ParameterLeases) -> torch.Tensor:
         """The gradient itself, under a lease for writing."""
         with self._lock:
             self.put_zeros()
@@ -415,7 +431,7 @@ class GradientSlot:
             self._storage = weakref.ref(lease.untyped_storage())
             return lease
 
-    def read(self, leases: Leases) -> torch.Tensor:
+    def read(self, leases: ParameterLeases) -> torch.Tensor:
         """The gradient for reading, by many at a time. Only while `present`."""
         self._job.rank_gradients.complete("p.grad is read")
         with self._lock:
@@ -497,7 +513,7 @@ class GradientSlot:
         self._present = True
         self._taken = self._are_zeros_due = False
 
-    def _overwrite(self, gradient: torch.Tensor, leases: Leases) -> None:
+    def _overwrite(self, gradient: torch.Tensor, leases: ParameterLeases) -> None:
         self._leave_shared()
         leases.overwrite_gradient(self._shard, gradient)
         self._present, self._are_zeros_due = True, False
@@ -517,7 +533,7 @@ class GradientSlot:
             )
 
 
-def _add_part(shard: Shard, gradient: torch.Tensor, leases: Leases, ranks: Ranks) -> None:
+def _add_part(shard: Shard, gradient: torch.Tensor, leases: ParameterLeases, ranks: Ranks) -> None:
     """This rank's part in the average. The daemon lets ranks add in their order."""
     part = gradient * (1.0 / ranks.world_size)  # in its dtype, as DistributedDataParallel does
     if ranks.is_first:

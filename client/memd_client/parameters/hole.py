@@ -26,6 +26,7 @@ _KEY = "TESTING_ONLY_GenericWrapper"
 _keys: Any = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
 # `parameter.data = lease` and `parameter.data = hole`.
 _ALLOWED = ("_has_compatible_shallow_copy_type", "set_data")
+_CPU = torch.device("cpu")
 # "job, parameter" for messages.
 _names: ByIdentity[torch.Tensor, str] = ByIdentity()
 
@@ -43,23 +44,27 @@ class _WithoutMemory(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def make_without_memory(shape: Iterable[int], dtype: torch.dtype, keys: Any) -> torch.Tensor:
+def make_without_memory(
+    shape: Iterable[int], dtype: torch.dtype, keys: Any, device: torch.device = _CPU
+) -> torch.Tensor:
     """A tensor without memory that carries the dispatch keys `keys`."""
-    tensor = torch.empty(0, dtype=dtype)
+    tensor = torch.empty(0, dtype=dtype, device=device)
     # An ordinary tensor takes all of it but the class.
     tensor.data = torch.Tensor._make_wrapper_subclass(
         _WithoutMemory,
         torch.Size(shape),
         dtype=dtype,
-        device=torch.device("cpu"),
+        device=device,
         _extra_dispatch_keys=keys,
     )
     return tensor
 
 
-def make_hole(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+def make_hole(
+    shape: Iterable[int], dtype: torch.dtype, device: torch.device = _CPU
+) -> torch.Tensor:
     """For `parameter.data = hole`, which gives the parameter its key and takes its memory."""
-    hole = make_without_memory(shape, dtype, _keys)
+    hole = make_without_memory(shape, dtype, _keys, device)
     # Functions that ask for the address without the dispatcher, such as to_dlpack().
     torch._C._set_throw_on_mutable_data_ptr(hole)
     return hole

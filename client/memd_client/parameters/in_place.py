@@ -46,7 +46,9 @@ class InPlaceParameter(StoredParameter):
     @property
     def data(self) -> torch.Tensor:
         """The value, in memd's own memory."""
-        value: torch.Tensor = _data.__get__(self)
+        # A change on a device is found by torch's count alone, which `detach()` shares.
+        get = _detach if entry_of(self).shard.is_on_device else _data.__get__
+        value: torch.Tensor = get(self)
         return value
 
     @data.setter

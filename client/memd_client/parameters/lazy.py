@@ -51,6 +51,8 @@ class Source(Protocol):
     def shape(self) -> torch.Size: ...
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
     def using(self, *, writes: bool) -> AbstractContextManager[torch.Tensor]:
         """Inside, all of the bytes in memory, contiguous. No variable may keep the tensor: a
         traceback would."""
@@ -113,7 +115,7 @@ class LazyTensor(torch.Tensor):
             strides=None if form is None else form.stride(),
             storage_offset=None if form is None else form.storage_offset(),
             dtype=source.dtype if form is None else form.dtype,
-            device=torch.device("cpu"),
+            device=source.device,
             _extra_dispatch_keys=noted_keys,
         )
         lazy._source = source

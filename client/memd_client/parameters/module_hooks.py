@@ -38,7 +38,7 @@ from memd_client.base.interrupts import interrupts
 from memd_client.base.sizes import UPDATE_BYTES, format_size
 from memd_client.base.stalls import note_module_calls
 from memd_client.core.backward import note_backward
-from memd_client.errors import CapacityError, NotResident
+from memd_client.errors import CapacityError, NotResident, NotYet
 from memd_client.parameters.lazy import LazyTensor
 from memd_client.parameters.parameter import bring, streamed
 from memd_client.parameters.residency import release_all, residency_of_storage
@@ -141,6 +141,7 @@ class _ModuleCalls(local):
             _refuse_constants(module)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             _refuse_transform(module)
+        _refuse_on_device(module)
         frames = self._frames
         is_outermost = not frames or not frames[-1].is_compiled
         is_unit = _units.has(module, is_outermost=is_outermost)
@@ -317,6 +318,15 @@ def _refuse_constants(module: nn.Module) -> None:
         )
 
 
+def _refuse_on_device(module: nn.Module) -> None:
+    entry = next(filter(None, map(streamed, module.parameters())), None)
+    if entry is not None and entry.shard.is_on_device:
+        raise NotYet(
+            f"job {entry.job.name!r}: torch.compile over parameters on a device, such as "
+            f"{entry.shard.label!r}, comes in a later version; call the module without it"
+        )
+
+
 def _refuse_transform(module: nn.Module) -> NoReturn:
     """torch begins no graph inside a transform, and fails with an internal error. Hooks of memd end
     graphs in copies of the module too, and with parameters that `functional_call` puts there."""
@@ -401,7 +411,14 @@ def _copy_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: A
         if parameter is None or value is parameter or value is None:
             continue
         entry, tiling = streamed(parameter), tiling_of(parameter)
-        if entry is not None:
+        if entry is not None and entry.shard.is_on_device:
+            # Host memory: all of them together may be more than the device has room for.
+            source = entry.residency
+            is_lazy = isinstance(value, LazyTensor)
+            if is_lazy or residency_of_storage(value.untyped_storage()) is source:
+                there = entry.value_on_host() if is_lazy else value.cpu()
+                state[key] = _copied(state, key, there, source, source.write_count)
+        elif entry is not None:
             # One lease for all that follows.
             value = value.in_memory() if isinstance(value, LazyTensor) else value
             state[key] = _copy_in(state, key, value, entry.residency)

@@ -14,7 +14,7 @@ from torch._guards import TracingContext
 from memd_client.base.dynamo import untraced
 from memd_client.base.identity import ByIdentity
 from memd_client.core.leases import MODE_READ
-from memd_client.errors import InvalidArgument, MemdError, NotResident
+from memd_client.errors import InvalidArgument, MemdError, NotResident, NotYet
 from memd_client.parameters.gradients import GradientSlot
 from memd_client.parameters.lazy import NEW_PARAMETER
 from memd_client.parameters.residency import Held, Residency, release_all, unseen
@@ -83,6 +83,11 @@ class StreamedParameter:
     @property
     def residency(self) -> Residency:
         return self._residency
+
+    def value_on_host(self) -> torch.Tensor:
+        """A lease of the value in host memory, wherever it is used."""
+        self._job.leases_of(self._shard)  # refuses what a use refuses
+        return self._job.unordered_leases.value(self._shard)
 
     @property
     def gradient(self) -> GradientSlot:
@@ -291,6 +296,12 @@ def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
         entry.gradient.drop("p.grad = None")
     elif not entry.gradient.is_shown_by(value):  # as `p.grad += x` assigns it
         entry.refuse_if_bytes()
+        if entry.shard.is_on_device:
+            raise NotYet(
+                f"job {entry.job.name!r}: p.grad = ... of parameter {entry.shard.label!r} on "
+                f"{entry.shard.device} comes in a later version; let backward make gradients, or "
+                "change p.grad, which is in host memory, in place"
+            )
         entry.gradient.replace(value, entry.job.leases_of(entry.shard))
 
 

@@ -11,6 +11,7 @@ import weakref
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from threading import Condition, RLock
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from memd_client.base.interrupts import safe_point
 from memd_client.core.leases import MODE_READ
-from memd_client.errors import MemdError, NotResident
+from memd_client.errors import MemdError, NotResident, NotYet
 from memd_client.parameters.casts import Casts, is_autocasting
 from memd_client.parameters.hole import make_hole, name_in_messages
 from memd_client.parameters.lazy import LazyTensor
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from memd_client.connection.shard import Shard
     from memd_client.core.job import Job
-    from memd_client.core.leases import Leases
+    from memd_client.core.parameter_leases import ParameterLeases
     from memd_client.parameters.lazy import Source
     from memd_client.parameters.thread_uses import ThreadUses
 
@@ -109,7 +110,7 @@ class Residency:
         self._job = job
         self._classes = classes
         self._parameter = weakref.ref(parameter)
-        self._hole = make_hole(shard.shape, shard.dtype)
+        self._hole = make_hole(shard.shape, shard.dtype, shard.device)
         name_in_messages(parameter, f"job {job.name!r}: the bytes of parameter {shard.label!r}")
         self._lock = RLock()
         self._old_users_left = Condition(self._lock)
@@ -125,7 +126,7 @@ class Residency:
         self._has_new_data = False  # in place to be read, and given other bytes
         self._keeper_count = 0
         self._lease: weakref.ref[torch.UntypedStorage] | None = None  # in place, for reading
-        self._views = KeptViews(shard, job.unordered_leases)
+        self._views = KeptViews(shard, job.unordered_leases.of(shard))
         # torch's version of the parameter when its bytes were put away or in place: torch counts
         # the changes of it, and of tensors that share its bytes.
         self._version = parameter._version
@@ -142,7 +143,9 @@ class Residency:
             held = weakref.ref(memory)
             del memory
             self._put_away(parameter)
-        self._views.keep_memory(held, offset)
+        # A parameter that goes to a device leaves its memory to others, as by `to()`.
+        if not shard.is_on_device:
+            self._views.keep_memory(held, offset)
 
     @property
     def shard(self) -> Shard:
@@ -208,6 +211,8 @@ class Residency:
                 if lease is None:
                     return False
                 self._put_in_place(parameter, lease, MODE_READ)
+            else:
+                self._join_users(MODE_READ)
             self._user_count += 1
             add_use(uses, parameter)
             return True
@@ -362,7 +367,7 @@ class Residency:
             if _is_left(self._lease, parameter):
                 raise _refused_assignment(self._job, self._shard)
             if not self._has_new_data and _is_unwritten(
-                self._job.unordered_leases, self._lease, parameter
+                self._job.unordered_leases.of(self._shard), self._lease, parameter
             ):
                 return None
             if self._outdated_at:
@@ -392,6 +397,7 @@ class Residency:
             if _shows_all(value, self._shown):
                 return
             _refuse_other_form(self._job, self._shard, value)
+            _refuse_sharing(self._job, self._shard)
             value = _own_memory(value.detach(), self._shown)
             _leave_memory(self)
             self.write(value)
@@ -408,6 +414,7 @@ class Residency:
                 return
             self.refuse_if_kept("data")
             _refuse_other_form(self._job, self._shard, value)
+            _refuse_sharing(self._job, self._shard)
             value = _own_memory(value, self._shown)
             _leave_memory(self)
             self._hand_casts_back(self._read)
@@ -457,6 +464,7 @@ class Residency:
         with self._lock:
             parameter = self._parameter()
             if self._user_count and not self._outdated_at and parameter is not None:
+                self._job.unordered_leases.of(self._shard).join(self._shard)
                 with torch._C.DisableTorchFunctionSubclass():
                     return parameter.detach()
             if parameter is not None and not self._user_count:
@@ -530,6 +538,8 @@ class Residency:
         if self._write_count == self._updated_count:
             self._undone_count = self._write_count - self._updated_from
             self._write_count = self._updated_from
+        # The daemon shows a new value before its step is committed, and a device may have it.
+        self._job.unordered_leases.of(self._shard).note_change(self._shard)
 
     def _wait_while_outdated(self, uses: ThreadUses) -> None:
         """The caller has the lock, and no other parameter's."""
@@ -555,6 +565,8 @@ class Residency:
                 f"job {self._job.name!r}: parameter {self._shard.label!r} is in use for reading; "
                 "leave that module call or gather() before gather(write=True)"
             )
+        if self._user_count:
+            self._job.unordered_leases.of(self._shard).join(self._shard)
         return self._user_count > 0
 
     def show(self, source: OwnBytes) -> LazyTensor:
@@ -572,8 +584,9 @@ class Residency:
             shown.note_change()
         self._write_count += self._undone_count + count
         self._undone_count = 0
+        self._job.unordered_leases.of(self._shard).note_change(self._shard)
 
-    def _leases_for(self, parameter: torch.Tensor) -> Leases:
+    def _leases_for(self, parameter: torch.Tensor) -> ParameterLeases:
         """Leases of the value, before its bytes are put in place."""
         if _tracing_state() is not None or _mode_of(_PROXY) is not None:
             raise _refused_trace(self._job, self._shard)
@@ -599,6 +612,7 @@ class Residency:
         if change_count and not leases.read_privately:
             self._version += change_count
             self._views.forget_ended()
+            leases.note_change(self._shard)  # a device's copy has it
             raise _refused_write(
                 self._job, self._shard, "while the parameter was away, and the change is lost"
             )
@@ -700,7 +714,7 @@ class Residency:
         elif self._casts is not None:
             self._casts.refill(lease)
         with torch._C.DisableTorchFunctionSubclass():
-            if mode == MODE_READ and is_autocasting():
+            if mode == MODE_READ and is_autocasting() and not self._shard.is_on_device:
                 self._casts = self._casts or Casts(self)
                 self._casts.put_in_place(parameter, lease)
             else:
@@ -730,9 +744,11 @@ class Residency:
 
 def _lease_together(absent: Held, mode: int) -> list[torch.Tensor]:
     """Leases of parameters of one job."""
-    for residency, parameter, _ in absent:
-        leases = residency._leases_for(parameter)
-    return leases.values([residency._shard for residency, _, _ in absent], mode)
+    leases = [residency._leases_for(parameter) for residency, parameter, _ in absent]
+    found: list[torch.Tensor] = []
+    for together, group in groupby(zip(leases, absent, strict=True), key=itemgetter(0)):
+        found += together.values([residency._shard for _, (residency, _, _) in group], mode)
+    return found
 
 
 _UNSEEN = nullcontext()
@@ -844,7 +860,7 @@ def _refuse_other_form(job: Job, shard: Shard, value: torch.Tensor) -> None:
         value.shape != shard.shape
         or value.dtype != shard.dtype
         or value.layout is not torch.strided
-        or value.device.type != "cpu"
+        or value.device != shard.device
     ):
         raise NotResident(
             f"job {job.name!r}: parameter {shard.label!r} is in memd as {shard.dtype} "
@@ -861,6 +877,15 @@ def _refuse_other_form(job: Job, shard: Shard, value: torch.Tensor) -> None:
         )
 
 
+def _refuse_sharing(job: Job, shard: Shard) -> None:
+    """For `parameter.data = value`, which share memory in torch afterwards."""
+    if shard.is_on_device:
+        raise NotYet(
+            f"job {job.name!r}: parameter.data = value of {shard.label!r} on {shard.device} comes "
+            "in a later version; use parameter.copy_(value) under torch.no_grad()"
+        )
+
+
 def _refused_trace(job: Job, shard: Shard) -> NotResident:
     return NotResident(
         f"job {job.name!r}: a graph that is traced keeps parameters, and the bytes of "
@@ -870,7 +895,9 @@ def _refused_trace(job: Job, shard: Shard) -> NotResident:
 
 
 def _is_unwritten(
-    leases: Leases, lease: weakref.ref[torch.UntypedStorage] | None, parameter: torch.Tensor
+    leases: ParameterLeases,
+    lease: weakref.ref[torch.UntypedStorage] | None,
+    parameter: torch.Tensor,
 ) -> bool:
     """Its memory is the lease's, and a change left every byte as it was: an embedding with
     `max_norm` is changed by each call, and few of its rows are too long."""

@@ -182,6 +182,10 @@ class SavedBytes:
         return self._residency.shard.dtype
 
     @property
+    def device(self) -> torch.device:
+        return self._residency.shard.device
+
+    @property
     def is_gradient(self) -> bool:
         """See `lazy.Source`."""
         return False

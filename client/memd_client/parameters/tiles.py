@@ -344,6 +344,10 @@ class TileBytes:
         return self._tiling.shard.dtype
 
     @property
+    def device(self) -> torch.device:
+        return self._tiling.shard.device
+
+    @property
     def is_gradient(self) -> bool:
         """See `lazy.Source`."""
         return self._is_gradient

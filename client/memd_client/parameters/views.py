@@ -18,7 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 if TYPE_CHECKING:
     from memd_client.connection.shard import Shard
-    from memd_client.core.leases import Leases
+    from memd_client.core.parameter_leases import ParameterLeases
 
 
 # Names no value.
@@ -62,7 +62,7 @@ class KeptViews:
     Waits for nothing. Transforms of torch.func do not see what it does.
     """
 
-    def __init__(self, shard: Shard, leases: Leases) -> None:
+    def __init__(self, shard: Shard, leases: ParameterLeases) -> None:
         self._shard = shard
         self._leases = leases
         leases.watch_writes(shard)
@@ -178,6 +178,7 @@ class KeptViews:
 
     @torch.no_grad()
     def _show(self, kept: _Kept, view: torch.Tensor, value: torch.Tensor, write_count: int) -> None:
+        value = value.to(view.device)
         # A page that is written is memory of this process.
         if not is_same_bits(view, value):
             view.copy_(value)
@@ -201,7 +202,7 @@ class KeptViews:
         for kept in self._kept:
             storage = kept.storage()
             if storage is not None:
-                value: torch.Tensor = torch.empty(0, dtype=shard.dtype, device="cpu")
+                value: torch.Tensor = torch.empty(0, dtype=shard.dtype, device=shard.device)
                 value.set_(storage, kept.offset, shard.shape)  # type: ignore[call-overload] # its stub has no ints
                 living.append((kept, value))
         return living

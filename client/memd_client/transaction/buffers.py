@@ -4,16 +4,19 @@ every commit.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memd_client.connection.shard import Shard, shard_spec
+from memd_client.core.leases import MODE_OVERWRITE
 from memd_client.transaction.module_names import plain_name
+from memd_client.transaction.transaction import StagedBuffer
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
@@ -48,6 +51,33 @@ class _Buffer:
     staged: Shard
 
 
+class _SentBytes:
+    """Digests of what commits have stored of buffers on a device, and of what the last one brings
+    along. The trainer's thread calls `settle`, when no commit is under way; the others are called
+    where the bytes arrive."""
+
+    def __init__(self) -> None:
+        self._stored: dict[str, bytes] = {}  # by the buffer's name
+        self._number = 0  # of the last commit
+        self._arrived: dict[str, bytes] = {}
+
+    def settle(self, committed_step: int) -> None:
+        """The last commit was made if it is not behind this step."""
+        if self._arrived and self._number <= committed_step:
+            self._stored.update(self._arrived)
+        self._arrived = {}
+
+    def note(self, number: int, name: str, value: torch.Tensor) -> None:
+        """`value` goes into commit `number`, unless it `is_new` not."""
+        data: Any = _bytes_of(value).numpy()
+        self._number = number
+        self._arrived[name] = hashlib.blake2b(data, digest_size=16).digest()
+
+    def is_new(self, name: str) -> bool:
+        """Whether no commit has stored what has arrived."""
+        return self._stored.get(name) != self._arrived[name]
+
+
 class ModuleBuffers:
     """The persistent buffers of one module, those that `state_dict()` has too. A contributor of
     commits.
@@ -72,6 +102,7 @@ class ModuleBuffers:
         ]
         declared = job.declare(specs) if specs else []
         shards, staged = declared[: len(found)], declared[len(found) :]
+        self._sent = _SentBytes()
         self._written = [shard.written for shard in shards]
         self._first_values = job.held_names.first_values
         self._buffers = [
@@ -111,9 +142,11 @@ class ModuleBuffers:
         return None
 
     def capture(self, number: int, transaction: Transaction) -> Staging:
-        del number
         # All ranks have the first one's, as DistributedDataParallel broadcasts them.
-        return partial(self._stage, transaction.job) if transaction.job.ranks.is_first else list
+        if not transaction.job.ranks.is_first:
+            return list
+        self._sent.settle(transaction.job.steps.committed_step)
+        return partial(self._stage, number, transaction.job)
 
     def load(self, number: int, transaction: Transaction) -> Callable[[], None]:
         del number
@@ -133,15 +166,32 @@ class ModuleBuffers:
         if next(module.buffers(), None) is not None:
             module.register_forward_pre_hook(hook)
 
-    def _stage(self, job: Job) -> list[tuple[Shard, Shard]]:
+    def _stage(self, number: int, job: Job) -> list[StagedBuffer]:
         """Writes what changed since the last step."""
         changed = []
         for buffer in self._buffers:
             tensor = buffer.owner.tensor()
-            if tensor is not None and not _is_stored(job, buffer.shard, tensor):
+            if tensor is None:
+                continue
+            if tensor.device.type != "cpu":
+                if tensor.numel():
+                    changed.append(self._stage_from_device(number, job, buffer, tensor))
+            elif not _is_stored(job, buffer.shard, tensor):
                 job.leases.write(buffer.staged, tensor)
-                changed.append((buffer.staged, buffer.shard))
+                changed.append(StagedBuffer(buffer.staged, buffer.shard))
         return changed
+
+    def _stage_from_device(
+        self, number: int, job: Job, buffer: _Buffer, tensor: torch.Tensor
+    ) -> StagedBuffer:
+        """Its bytes arrive behind the kernels that change it, and tell then whether they are
+        new."""
+        leases, name = job.leases, buffer.shard.name
+        box = [leases.value(buffer.staged, MODE_OVERWRITE)]
+        leases.devices.traffic_with(tensor.device).copy_out(
+            tensor, box, partial(self._sent.note, number, name)
+        )
+        return StagedBuffer(buffer.staged, buffer.shard, partial(self._sent.is_new, name))
 
     def restore(self, job: Job) -> None:
         """Puts the stored values in place."""

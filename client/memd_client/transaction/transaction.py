@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,10 +32,25 @@ if TYPE_CHECKING:
     from memd_client.core.temporary_snapshots import TemporarySnapshot
     from memd_client.transaction.loaded_moments import LoadedMoments
 
-    # Writes values under staging names; returns (staged shard, buffer shard) for each.
-    Staging = Callable[[], list[tuple[Shard, Shard]]]
+    # Writes values under staging names.
+    Staging = Callable[[], list["StagedBuffer"]]
 
 _log = logging.getLogger("memd_client")
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBuffer:
+    """A value that a commit moves from one shard to another."""
+
+    staged: Shard
+    buffer: Shard
+    # Asked when the commit is sent, once values that come from devices are there. Otherwise the
+    # buffer has this value already.
+    is_new: Callable[[], bool] = _always
 
 
 class Contributor(Protocol):
@@ -538,22 +554,23 @@ class Transaction:
         # Contributors refuse values here, before anything is written or sent.
         stagings = [each.capture(number, self) for each in self.contributors]
         job.sync_if_needed()
-        staged = [pair for staging in stagings for pair in staging()]
+        staged = [each for staging in stagings for each in staging()]
         request = session_pb2.StepRequest(
             session_id=job.session_id,
             step=number,
             rank_call=job.ranks.next_call(),
             groups=step.groups if step is not None else (),
-            buffers=[
-                session_pb2.StagedBuffer(
-                    staged_shard_id=stage.shard_id, buffer_shard_id=buffer.shard_id
-                )
-                for stage, buffer in staged
-            ],
         )
 
         def begin(call: int) -> StepCall:
             request.call = call
+            request.buffers.extend(
+                session_pb2.StagedBuffer(
+                    staged_shard_id=each.staged.shard_id, buffer_shard_id=each.buffer.shard_id
+                )
+                for each in staged
+                if each.is_new()
+            )
             return job.control.begin_step(request)
 
         job.steps.send(number, begin, step)

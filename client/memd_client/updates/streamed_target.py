@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memd_client.errors import NotYet
 from memd_client.parameters.parameter import take_gradient
 from memd_client.updates.stateful_target import StatefulTarget, UpdatedTarget
 
@@ -74,7 +75,16 @@ class StreamedTarget(UpdatedTarget):
         self._entry.gradient.multiply(factor, self._entry.job.gradient_leases_of(self.shard))
 
     def unscale(self, scale: torch.Tensor) -> None:
-        """Divides the gradient by `scale`; once, if the step is not made and asked for again."""
+        """Divides the gradient by `scale`; once, if the step is not made and asked for again.
+
+        Raises:
+            NotYet: the parameter is used on a device.
+        """
+        if self.shard.is_on_device:
+            raise NotYet(
+                f"a GradScaler with parameters on a device, such as {self.shard.label!r}, comes in "
+                "a later version; train in bfloat16, which needs none"
+            )
         self._entry.gradient.unscale(scale, self._entry.job.gradient_leases_of(self.shard))
 
     def follow_assigned(self) -> None:

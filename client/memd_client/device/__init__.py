@@ -1,0 +1,1 @@
+"""Parameters that are used on an accelerator: copies in, gradients out, and the waits between."""

@@ -1,0 +1,230 @@
+"""Models that are trained on a device with memd, and how they are trained without it: forward and
+backward on the device, gradients to the host, torch's fused AdamW there, values back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memd_client
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memd_client import Session
+
+STEPS = 5
+RATE = 1e-2
+
+
+class Mlp(nn.Module):
+    """Returns the loss of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (24, 96, 64, 96, 8)
+        self.layers = nn.ModuleList(
+            nn.Linear(first, second) for first, second in itertools.pairwise(widths)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = functional.gelu(layer(x))
+        return x.square().mean()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, width)
+        self.project = nn.Linear(width, 3 * width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(self.norm(x)).chunk(3, -1)
+        scores = query @ key.transpose(1, 2) / 4
+        x = x + self.out(scores.softmax(-1) @ value)
+        changed: Tensor = x + self.down(functional.gelu(self.up(x)))
+        return changed
+
+
+class TiedGpt(nn.Module):
+    """Its head is its embedding, and positions are a parameter of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width, words = 32, 48
+        self.embed = nn.Embedding(words, width)
+        self.positions = nn.Parameter(torch.randn(12, width) / 10)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = (x[:, :12].abs() * 17).long() % 48
+        hidden = self.embed(words) + self.positions
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        return functional.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+
+class Norms(nn.Module):
+    """Batch norms, whose statistics are buffers, around convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.second, self.last = nn.Conv2d(6, 4, 3), nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :16].reshape(-1, 1, 4, 4)
+        x = functional.relu(self.norm(self.first(x)))
+        x = self.last(self.second(x)).mean((2, 3))
+        loss: Tensor = self.head(x).square().mean()
+        return loss
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer beside a trained product of low rank."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        changed: Tensor = self.frozen(x) + self.up(self.down(x))
+        return changed
+
+
+class Lora(nn.Module):
+    """Most of its bytes are frozen, and some of them bfloat16 in a frame of float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adapted(24) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+class Halved(Mlp):
+    """An Mlp in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(torch.bfloat16)).float()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Mlp,
+    "gpt": TiedGpt,
+    "norms": Norms,
+    "lora": Lora,
+    "bf16": Halved,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """How a model is trained."""
+
+    name: str
+    backwards: int = 1  # of a step
+    max_norm: float | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+LOOPS = (Loop("plain"), Loop("accumulated", backwards=2), Loop("clipped", max_norm=0.05))
+
+
+def build(model: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[model]()
+
+
+def budget_bytes(model: nn.Module, share: float | None) -> int | None:
+    """So much of the model's parameters; None: the least."""
+    if share is None:
+        return None
+    return int(share * sum(each.nbytes + 512 for each in model.parameters()))
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(8, 24, generator=torch.Generator().manual_seed(number))
+
+
+def train(
+    model: nn.Module, session: Session, loop: Loop, device: str, steps: int = STEPS
+) -> list[Tensor]:
+    """With memd: the losses, then all of the model's state, on the host."""
+    optimizer = memd_client.AdamW(_trained(model), lr=RATE)
+    losses: list[Tensor] = []
+    for step in range(steps):
+        for part in range(loop.backwards):
+            loss = model(batch(step * loop.backwards + part).to(device, non_blocking=True))
+            loss.backward()
+            losses.append(loss.detach())
+        if loop.max_norm is not None:
+            optimizer.clip_grad_norm_(loop.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return _on_host(losses, model)
+
+
+def reference(model: str, loop: Loop, device: str, steps: int = STEPS) -> list[Tensor]:
+    """The same without memd."""
+    there, host = build(model).to(device), build(model)
+    # Those of bfloat16 are updated in float32.
+    exact = {each: each.detach().float().clone() for each in _trained(host)}
+    optimizer = torch.optim.AdamW(exact.values(), lr=RATE, fused=True)
+    losses: list[Tensor] = []
+    for step in range(steps):
+        for part in range(loop.backwards):
+            loss = there(batch(step * loop.backwards + part).to(device))
+            loss.backward()
+            losses.append(loss.detach())
+        for one, other in zip(there.parameters(), host.parameters(), strict=True):
+            other.grad = one.grad.cpu() if one.grad is not None else None
+            one.grad = None
+        if loop.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(_trained(host), loop.max_norm)
+        for parameter, value in exact.items():
+            value.grad = parameter.grad.float() if parameter.grad is not None else None
+        optimizer.step()
+        with torch.no_grad():
+            for one, other in zip(there.parameters(), host.parameters(), strict=True):
+                one.copy_(published(exact[other], one.dtype) if other in exact else other)
+    return _on_host(losses, there)
+
+
+def published(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """What memd shows of a float32 value: ties round away from zero, so that a signed remainder of
+    16 bits gives the rest (docs/decisions/adam-bits.md)."""
+    if dtype != torch.bfloat16:
+        return exact
+    halves = (exact.view(torch.int32) + 0x8000) >> 16
+    return halves.to(torch.int16).view(torch.bfloat16)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _on_host(losses: list[Tensor], model: nn.Module) -> list[Tensor]:
+    return [tensor.cpu() for tensor in (*losses, *model.state_dict().values())]

@@ -1,0 +1,65 @@
+"""Training on a GPU with parameters in memd has the bits of training without it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import memd_client
+from tests.device.offloaded import LOOPS, MODELS, Loop, batch, budget_bytes, build, reference, train
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.daemons import Daemon
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
+REPEATS = 3
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=str)
+@pytest.mark.parametrize("share", [None, 0.5, 1.0])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_has_the_bits_of_training_without_memd(
+    daemon: Daemon, name: str, share: float | None, loop: Loop
+) -> None:
+    expected = reference(name, loop, "cuda")
+    for _ in range(REPEATS):
+        with memd_client.connect(
+            daemon.address, job="gpu", host_bytes="48MiB", durability="none"
+        ) as session:
+            model = build(name)
+            memd_client.offload(
+                model, session, device="cuda", device_bytes=budget_bytes(model, share)
+            )
+            found = train(model, session, loop, "cuda")
+            session.drop_job()
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_graph_is_refused(daemon: Daemon) -> None:
+    with memd_client.connect(
+        daemon.address, job="gpu", host_bytes="48MiB", durability="none"
+    ) as session:
+        model = memd_client.offload(build("mlp"), session, device="cuda")
+        x = batch(0).to("cuda")
+        with (
+            pytest.raises(memd_client.NotYet, match="CUDA graphs"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            model(x)
+        session.drop_job()
