@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import memd_client
+from memd_client import MemdError
+from memd_client.device import copies
 from memd_client.device.device_leases import DeviceLeases
-from memd_client.parameters.parameter import streamed
+from memd_client.parameters.parameter import StreamedParameter, streamed
 from tests.device.models import are_equal
 from tests.device.offloaded import LOOPS, MODELS, RATE, STEPS, batch, build, reference
 from tests.device.simulation import SIM
@@ -321,3 +323,70 @@ def test_a_gradient_that_could_not_leave_keeps_no_lease(
         torch.accelerator.synchronize()
         model.zero_grad()
         assert session.statistics().leases_held == 0
+
+
+def test_a_step_is_open_before_it_takes_the_first_gradient(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of other threads begin ahead only while none is open."""
+    with connected(daemon, monkeypatch) as session:
+        model = memd_client.offload(build("mlp"), session, device="sim")
+        optimizer = memd_client.AdamW(model.parameters(), lr=RATE)
+        model(batch(0).to("sim")).backward()
+        seen = []
+        plain = StreamedParameter.begin_update
+
+        def begin_update(entry: StreamedParameter) -> None:
+            seen.append(session.leases.is_step_open)
+            plain(entry)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(StreamedParameter, "begin_update", begin_update)
+            optimizer.step()
+        assert seen == [True] * len(list(model.parameters()))
+
+
+def test_a_buffer_that_a_load_has_replaced_is_part_of_the_next_commit(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Though it has the value of the last commit again."""
+    with connected(daemon, monkeypatch) as session:
+        model = memd_client.offload(build("norms"), session, device="sim")
+        first = tmp_path / "model.safetensors"
+        memd_client.save_safetensors(model, first)
+        optimizer = memd_client.AdamW(model.parameters(), lr=RATE)
+        model(batch(0).to("sim")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trained = {name: value.cpu() for name, value in model.named_buffers()}
+        memd_client.load_safetensors(model, [first], session)
+        model(batch(1).to("sim")).backward()
+        with torch.no_grad():
+            for name, value in model.named_buffers():
+                value.copy_(trained[name])
+        optimizer.step()
+        assert session.committed_step == 2
+        for name, value in trained.items():
+            stored = session.leases.read(session.find_shard(name)).clone()
+            assert torch.equal(stored, value)
+
+
+def _forward_until_it_fails(model: nn.Module) -> None:
+    """The thread that waits for copies may be behind."""
+    for _ in range(1000):
+        model(batch(0).to("sim"))
+
+
+def test_a_value_that_did_not_arrive_is_not_used(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connected(daemon, monkeypatch) as session:
+        model = memd_client.offload(build("mlp"), session, device="sim")
+
+        def fail(_: object) -> None:
+            raise RuntimeError("the device is gone")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(copies, "_clear", fail)
+            with pytest.raises(MemdError, match="did not reach sim:0"):
+                _forward_until_it_fails(model)

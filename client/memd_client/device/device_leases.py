@@ -226,6 +226,12 @@ class DeviceLeases:
         return place
 
     def _refuse_modes(self, shard: Shard) -> None:
+        error = self._arrivals.error
+        if error is not None:
+            raise MemdError(
+                f"job {self._job!r}: a value did not reach {self._device}, so what it computes is "
+                f"wrong; end the process and resume the job: {error}"
+            )
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotYet(
                 f"job {self._job!r}: transforms of torch.func over parameters on {self._device}, "

@@ -190,6 +190,7 @@ class _Places:
         self._what = what
         living = {id(each.parameter): each for each in self._job.shards.parameters}
         buffers = [each for each in transaction.contributors if isinstance(each, ModuleBuffers)]
+        self._buffers = buffers
         self._shards: dict[int, Shard] = {}  # by id of the tensor, which `targets` refer to
         self._by_shard: dict[int, ModelTensor] = {}
         self._by_name: dict[str, ModelTensor] = {}  # of the staged value
@@ -221,6 +222,8 @@ class _Places:
         entry = target.entry if target is not None else None
         if shard is not None and entry is None:
             staged.overwrite(shard, data)
+            for each in self._buffers:
+                each.forget(shard)
         if target is None:
             return
         new = data[: target.size_bytes].view(target.dtype).view(target.shape)

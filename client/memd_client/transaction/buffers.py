@@ -73,6 +73,11 @@ class _SentBytes:
         self._number = number
         self._arrived[name] = hashlib.blake2b(data, digest_size=16).digest()
 
+    def forget(self, name: str) -> None:
+        """The stored value is not known any more."""
+        self._stored.pop(name, None)
+        self._arrived.pop(name, None)
+
     def is_new(self, name: str) -> bool:
         """Whether no commit has stored what has arrived."""
         return self._stored.get(name) != self._arrived[name]
@@ -140,6 +145,10 @@ class ModuleBuffers:
             if buffer.owner.tensor() is tensor:
                 return buffer.shard
         return None
+
+    def forget(self, shard: Shard) -> None:
+        """Its stored value was replaced, by no commit."""
+        self._sent.forget(shard.name)
 
     def capture(self, number: int, transaction: Transaction) -> Staging:
         # All ranks have the first one's, as DistributedDataParallel broadcasts them.
