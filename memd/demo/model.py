@@ -112,7 +112,8 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        x: Tensor = self.embedding(inputs) + self.position(torch.arange(inputs.shape[1]))
+        places = torch.arange(inputs.shape[1], device=inputs.device)
+        x: Tensor = self.embedding(inputs) + self.position(places)
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
