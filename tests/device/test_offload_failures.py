@@ -276,8 +276,8 @@ def test_views_of_a_parameter_that_are_kept_follow_it(
         state = {name: value + 1 for name, value in model.state_dict().items()}
         memd_client.offload(model, session, device="sim", device_bytes=_ROOMY_BYTES)
         layer, kept = model.get_submodule("layers.0"), []
-        hook = layer.register_forward_hook(
-            lambda module, *_: kept.append(module.get_parameter("weight").detach())
+        hook = layer.register_forward_pre_hook(
+            lambda module, _: kept.append(module.get_parameter("weight").detach())
         )
         model(batch(0).to("sim"))
         model.load_state_dict(state)
@@ -390,3 +390,28 @@ def test_a_value_that_did_not_arrive_is_not_used(
             patched.setattr(copies, "_clear", fail)
             with pytest.raises(MemdError, match="did not reach sim:0"):
                 _forward_until_it_fails(model)
+
+
+def test_a_write_through_a_view_that_was_kept_is_the_parameters(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch counts it; otherwise it is refused."""
+    with connected(daemon, monkeypatch) as session:
+        model = memd_client.offload(build("mlp"), session, device="sim", device_bytes=_ROOMY_BYTES)
+        before = model.state_dict()["layers.0.weight"]
+        layer, kept = model.get_submodule("layers.0"), list[Tensor]()
+        hook = layer.register_forward_pre_hook(
+            lambda module, _: kept.append(module.get_parameter("weight").detach())
+        )
+        with torch.no_grad():
+            model(batch(0).to("sim"))
+            hook.remove()
+            kept[0].mul_(2)
+            model(batch(0).to("sim"))
+            assert torch.equal(model.state_dict()["layers.0.weight"], 2 * before)
+            kept[0].data.mul_(2)
+            with pytest.raises(MemdError, match="torch does not count that, so the value is as it"):
+                model(batch(0).to("sim"))
+            model(batch(0).to("sim"))
+        assert torch.equal(model.state_dict()["layers.0.weight"], 2 * before)
+        assert torch.equal(kept[0].cpu(), 2 * before)

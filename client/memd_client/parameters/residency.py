@@ -612,13 +612,13 @@ class Residency:
         if change_count and not leases.read_privately:
             self._version += change_count
             self._views.forget_ended()
-            leases.note_change(self._shard)  # a device's copy has it
             raise _refused_write(
                 self._job, self._shard, "while the parameter was away, and the change is lost"
             )
         # Until the end an error changes nothing: the next look finds the same.
         written = self._views.written()
         if written:
+            leases.note_change(self._shard)  # a device's copy may be what was written
             value = leases.value(self._shard)
             written = [each for each in written if not is_same_bits(each.value, value)]
         if not written:

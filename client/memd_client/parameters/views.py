@@ -53,7 +53,8 @@ class _Kept:
     write_count: int  # names the value that it shows
     # The program has its memory: see `mark_shared`. Of a storage that lives, the storage knows.
     was_shared: bool = False
-    # A digest of what memory of the program was shown; None for a lease, whose pages tell.
+    # A digest of what memory of the program, or of a device, was shown; None for a lease of host
+    # memory, whose pages tell.
     digest: bytes | None = None
 
 
@@ -86,6 +87,10 @@ class KeptViews:
         with self._lock:
             is_shared = hasattr(held, _SHARED)
             self._kept.append(_Kept(storage, 0, held.data_ptr(), write_count, is_shared))
+            if self._shard.is_on_device:  # whose pages tell nothing
+                for kept, view in self._living():
+                    if kept is self._kept[-1]:
+                        kept.digest = _digest(view)
 
     def keep_memory(self, storage: weakref.ref[torch.UntypedStorage], offset: int) -> None:
         """The parameter was offloaded from there, and tensors of the program may still show it.
@@ -215,7 +220,7 @@ def _ended(value: torch.Tensor, kept: _Kept | None) -> WrittenView:
 
 
 def _digest(value: torch.Tensor) -> bytes:
-    data: Any = _bits(value).numpy()
+    data: Any = _bits(value).cpu().numpy()
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
