@@ -98,7 +98,7 @@ def test_a_parameter_that_cannot_be_offloaded_is_named_and_nothing_changes(
     ("settings", "error"),
     [
         ({"activations": "host"}, memd_client.NotYet),
-        ({"device": "cuda"}, memd_client.NotYet),
+        ({"device": "nowhere"}, memd_client.InvalidArgument),
         ({"tier": "tape"}, memd_client.InvalidArgument),
     ],
     ids=["activations", "device", "tier"],
