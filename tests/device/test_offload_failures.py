@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -393,6 +395,56 @@ def test_a_value_that_did_not_arrive_is_not_used(
             patched.setattr(copies, "_clear", fail)
             with pytest.raises(MemdError, match="did not reach sim:0"):
                 _forward_until_it_fails(model)
+
+
+def test_what_is_closed_keeps_no_memory_of_the_device(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the model and the session are there."""
+    with connected(daemon, monkeypatch) as session:
+        model = memd_client.offload(build("mlp"), session, device="sim")
+        found = []
+        drop = copies.DeviceCopies.close
+
+        def close(owner: copies.DeviceCopies) -> None:
+            found.append(weakref.ref(owner._memory))
+            drop(owner)
+
+        with monkeypatch.context() as patched, torch.no_grad():
+            model(batch(0).to("sim"))
+            patched.setattr(copies.DeviceCopies, "close", close)
+            session.leases.devices.close()
+        assert [memory() for memory in found] == [None]
+        with torch.no_grad(), pytest.raises(MemdError, match="session is closed"):
+            model(batch(0).to("sim"))
+
+
+def test_no_other_thread_takes_the_place_of_a_copy_before_its_use(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connected(daemon, monkeypatch) as session:
+        model = memd_client.offload(build("mlp"), session, device="sim")
+        names = [name for name, _ in model.named_parameters()]
+        bring = copies.DeviceCopies.bring
+        is_free = []
+
+        def look(owner: copies.DeviceCopies) -> None:
+            is_free.append(owner._lock.acquire(blocking=False))
+            if is_free[-1]:
+                owner._lock.release()
+
+        def bring_slowly(owner: copies.DeviceCopies, *arguments: Any, **named: Any) -> int:
+            found = bring(owner, *arguments, **named)
+            other = threading.Thread(target=look, args=(owner,))
+            other.start()
+            other.join()
+            return found
+
+        with monkeypatch.context() as patched, torch.no_grad():
+            patched.setattr(copies.DeviceCopies, "bring", bring_slowly)
+            model(batch(0).to("sim"))
+        assert len(is_free) >= len(names)
+        assert not any(is_free)
 
 
 def test_a_write_through_a_view_that_was_kept_is_the_parameters(

@@ -94,6 +94,7 @@ class DeviceCopies:
         self._users: set[torch.Stream] = set()
         # A lease may end anywhere, also while this thread is in here: it only adds to these.
         self._ended: _Ended = deque()
+        self._is_closed = False
 
     @property
     def size_bytes(self) -> int:
@@ -116,6 +117,15 @@ class DeviceCopies:
                 return None
             return self._lease(copy)
 
+    def bring_one(
+        self, wanted: Wanted, registration: HostRegistration, arrivals: EventThread
+    ) -> torch.Tensor | None:
+        """A lease of a new copy: no other thread's copies take its place between. See `bring`."""
+        with self._lock:
+            if not self.bring([wanted], registration, arrivals):
+                return None
+            return self.lease(wanted[0])
+
     def bring(
         self,
         wanted: Sequence[Wanted],
@@ -130,6 +140,8 @@ class DeviceCopies:
         later gives way.
         """
         with self._lock:
+            if self._is_closed:
+                return 0
             self._note_ends()
             copied = torch.Event(device=self._device, blocking=True)
             boxes: list[Box] = []
@@ -197,6 +209,15 @@ class DeviceCopies:
         """How often `forget` was called for it. A lease that was asked for at another count may
         show another value."""
         return self._change_counts.get(shard.shard_id, 0)
+
+    def close(self) -> None:
+        """The memory goes back with the last lease. Nothing is copied any more."""
+        with self._lock:
+            self._note_ends()
+            for copy in list(self._current.values()):
+                self._drop(copy)
+            self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)
+            self._is_closed = True
 
     @property
     def used_bytes(self) -> int:

@@ -160,19 +160,18 @@ class DeviceLeases:
     def _brought(self, shard: Shard, box: Box, count: int) -> torch.Tensor:
         """`box` has a lease of the value in host memory, asked for at this `change_count`."""
         size_bytes = box[0].nbytes
-        there = None
-        if self._copies.bring([(shard, box, count)], self._registration, self._arrivals):
-            there = self._copies.lease(shard)
+        wanted = (shard, box, count)
+        there = self._copies.bring_one(wanted, self._registration, self._arrivals)
         if there is None:
             box.clear()
             if count != self._copies.change_count(shard):
                 return self._brought_again(shard)
-            wanted = aligned(size_bytes) + self._copies.used_bytes
+            needed_bytes = aligned(size_bytes) + self._copies.used_bytes
             raise CapacityError(
                 f"job {self._job!r}: parameters that are used at once on {self._device} leave no "
                 f"room for {shard.label!r}; free tensors that share their memory, or offload with "
-                f"device_bytes={wanted * 5 // 4} or more: "
-                f"{format_size(self._copies.size_bytes)} < {format_size(wanted)} and 25 %"
+                f"device_bytes={needed_bytes * 5 // 4} or more: "
+                f"{format_size(self._copies.size_bytes)} < {format_size(needed_bytes)} and 25 %"
             )
         self._note_use(shard)
         return there
@@ -226,6 +225,8 @@ class DeviceLeases:
         return place
 
     def _refuse_modes(self, shard: Shard) -> None:
+        if self._is_closed:
+            raise _closed(self._job)
         error = self._arrivals.error
         if error is not None:
             raise MemdError(
@@ -407,6 +408,7 @@ class DeviceLeases:
         self._is_closed = True
         self._departures.close()
         self._arrivals.close()
+        self._copies.close()
 
     # --- as the leases in host memory -------------------------------------------------------------
 
@@ -414,7 +416,7 @@ class DeviceLeases:
     def _leases(self) -> Leases:
         leases = self._host()
         if leases is None:
-            raise MemdError(f"job {self._job!r}: the session is closed; connect again")
+            raise _closed(self._job)
         return leases
 
     @property
@@ -474,6 +476,10 @@ def _end_with(box: list[torch.Tensor], then: Callable[[torch.Tensor], None]) -> 
         then(box[0])
     finally:
         box.clear()
+
+
+def _closed(job: str) -> MemdError:
+    return MemdError(f"job {job!r}: the session is closed; connect again")
 
 
 def _lost(job: str, error: BaseException) -> MemdError:
