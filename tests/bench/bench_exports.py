@@ -95,8 +95,13 @@ def make(address: str, parameter_count: int, folder: Path) -> None:
 
 def load(address: str, parameter_count: int, kind: str, folder: Path) -> float:
     """Seconds until all that the folder has is committed in a new job."""
-    job = "imported"
-    with memd_client.connect(address, job=job, fresh=True, host_bytes=HOST_BYTES) as session:
+    with memd_client.connect(
+        address,
+        job="imported",
+        fresh=True,
+        host_bytes=HOST_BYTES,
+        nvme_bytes=6 * 12 * parameter_count,  # the state twice, and what is loaded beside it
+    ) as session:
         with memd_client.init(session):
             model = model_of(parameter_count)
         memd_client.offload(model, session)
