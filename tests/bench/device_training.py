@@ -73,7 +73,7 @@ def _train_once(
 
 
 def train(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What one contender's process measures."""
+    """Measures one contender, in its own process."""
     kind = torch.accelerator.current_accelerator()
     if kind is None:
         sys.exit("torch finds no accelerator here")

@@ -214,8 +214,8 @@ def reference(model: str, loop: Loop, device: str, steps: int = STEPS) -> list[T
 
 
 def published(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """What memd shows of a float32 value: ties round away from zero, so that a signed remainder of
-    16 bits gives the rest (docs/decisions/adam-bits.md)."""
+    """The value that memd shows for a float32: ties round away from zero, so a signed remainder
+    of 16 bits gives the rest (docs/decisions/adam-bits.md)."""
     if dtype != torch.bfloat16:
         return exact
     halves = (exact.view(torch.int32) + 0x8000) >> 16

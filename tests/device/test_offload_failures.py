@@ -450,7 +450,7 @@ def test_no_other_thread_takes_the_place_of_a_copy_before_its_use(
 def test_a_write_through_a_view_that_was_kept_is_the_parameters(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where torch counts it; otherwise it is refused."""
+    """If torch counts the write; otherwise a sentence refuses it."""
     with connected(daemon, monkeypatch) as session:
         model = memd_client.offload(build("mlp"), session, device="sim", device_bytes=_ROOMY_BYTES)
         before = model.state_dict()["layers.0.weight"]

@@ -1,4 +1,4 @@
-"""What `offload(device=...)` refuses: in one sentence, before anything has changed."""
+"""`offload(device=...)` refuses in one sentence, before anything has changed."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_layers_in_tiles(session: Session) -> None:
         memd_client.offload(model, session, device="sim")
 
 
-# What a model that is on the device may not do yet.
+# Uses of a model on a device that come in a later version.
 
 
 def autocast(model: nn.Module, session: Session) -> None:

@@ -1,4 +1,4 @@
-"""Where a tensor lies in an archive of `torch.save`: its bytes are found without being loaded."""
+"""The bytes of a tensor are found in an archive of `torch.save` without being loaded."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The arena's memory, registered with a device's driver: then copies to and from it run at the
 link's speed, beside what the host and the device do.
 
-What is CUDA's own, and ROCm's by the same names in torch, is in this module. For every other kind
-of device there is nothing to register.
+This module has all that only CUDA needs, and ROCm by the same names in torch. Other kinds of
+devices have nothing to register.
 """
 
 from __future__ import annotations

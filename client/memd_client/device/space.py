@@ -47,8 +47,8 @@ class Room:
 class DeviceSpace:
     """The places in a range of `size_bytes`.
 
-    What modules need at once, `needed_bytes` at most, always finds one range that nobody uses:
-    a place that would cut the rest into smaller ones is not taken.
+    A free range of `needed_bytes`, the most that modules need at once, always remains: no place is
+    taken that would leave only smaller ones.
     """
 
     def __init__(self, size_bytes: int, needed_bytes: int) -> None:

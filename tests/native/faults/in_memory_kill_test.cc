@@ -290,7 +290,7 @@ TEST_P(InMemoryKillTest, at_any_moment_of_a_step_no_bit_is_lost) {
   EXPECT_GT(kills, 50u);
 }
 
-/// Of jobs whose optimizer state has maxima.
+/// Kills in jobs whose optimizer state has maxima.
 class MaximaKillTest : public InMemoryKillTest {};
 
 TEST_P(MaximaKillTest, in_the_step_that_makes_a_place_for_maxima_no_bit_is_lost) {
