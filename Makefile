@@ -12,6 +12,8 @@
 # make house       methods, public data and files of each class, lengths of functions, and what breaks a limit
 # make regenerate  the committed protobuf code, type stub, docs/reference.md and the operator's copy of the alerts
 # make manual      man pages and shell completion in build/manual, laid out as /usr/share
+# make wheels      wheels for Linux on x86_64 and aarch64 in dist/   PYTHONS="python3.11 python3.13"
+# make try-wheels  installs them where no compiler and no network is, and trains there (root; an hour)   ARGS="bookworm"
 # make clean       what a build leaves behind; `make distclean` .venv too
 #
 # Each does all its set-up: see deploy/setup/setup.sh for PYTHON, TORCH and TORCH_INDEX.
@@ -19,7 +21,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-more conformance bench peers soak mutants sanitize lint format tidy house regenerate manual clean distclean
+.PHONY: help demo test test-more conformance bench peers soak mutants sanitize lint format tidy house regenerate manual wheels try-wheels clean distclean
 
 export PYTHON TORCH TORCH_INDEX
 
@@ -31,8 +33,8 @@ NATIVE_SOURCES = $(wildcard native/*/*.h native/*/*.cc native/store/*/*.h native
 # A file of tests stays in one of the two processes, and so does the daemon that its tests share.
 # passive: torch's threads that spin for the next operation take the processors from the other process.
 TWO_PYTESTS := OMP_WAIT_POLICY=passive python -m pytest -n 2 --dist loadfile
-# In a process of their own: they install a device. Not where PYTEST_ARGS names files. 5: selects none.
-DEVICE_TESTS = $(if $(findstring tests/,$(PYTEST_ARGS)),true,$(IN_VENV) python -m pytest tests/device)
+# In processes of their own: they install a device. Not where PYTEST_ARGS names files. 5: selects none.
+DEVICE_TESTS = $(if $(findstring tests/,$(PYTEST_ARGS)),true,$(IN_VENV) $(TWO_PYTESTS) tests/device)
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -57,12 +59,12 @@ test-more: SANITIZED := catalogue_test check_test extent_test half_written_test 
   server_test shard_store_test store_beside_test volume_test
 test-more: sanitize
 	ctest --test-dir build/faults --label-regex more --output-on-failure --no-tests=error -j 2
-	$(IN_VENV) python -m pytest -m more
-	$(IN_VENV) python -m pytest tests/device -m more
+	$(IN_VENV) $(TWO_PYTESTS) -m more
+	$(IN_VENV) $(TWO_PYTESTS) tests/device -m more
 	$(IN_VENV) python -m tests.numerics.conformance --ci
 	$(IN_VENV) python -m tests.soak.soak --percent 20 --only kill-daemon-fp32-step-short \
 	  kill-trainer-fp32-step-short kill-both-bf16-step-resident killed-clients power-cuts power-cuts-early \
-	  damaged-images
+	  power-cuts-loads damaged-images
 
 conformance:
 	@$(SETUP) test
@@ -138,8 +140,14 @@ manual:
 	@$(SETUP) test
 	$(IN_VENV) python deploy/manual.py build/manual
 
+wheels:
+	deploy/wheels/build.sh $(ARGS)
+
+try-wheels:
+	deploy/wheels/try.sh $(ARGS)
+
 clean:
-	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/bench/out
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/bench/out
 	find memd client proto native tests -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
