@@ -210,6 +210,17 @@ class Peers:
             )
         return session
 
+    def has_session(self, peer: Peer, job_id: int) -> bool:
+        """Whether the process has a session of the job: it reads snapshots over a connection of
+        their own."""
+        with self._lock:
+            return any(
+                session.job_id == job_id
+                for other in self._by_token.values()
+                if other is peer or (peer.is_known and other.process == peer.process)
+                for session in other.sessions.values()
+            )
+
     def claim_session(self, peer: Peer, session_id: int) -> Session | None:
         """Moves a session to this connection of the same process; None where the process has no
         such session. It may be that of a connection which seems to be open: the process has left it

@@ -1,4 +1,5 @@
-"""Tells the log of changes that no call brings: a disk that fails, shards that are lost."""
+"""Tells the log of changes that no call brings: a disk that fails, shards that are lost, loads that
+broke off."""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ class Watcher:
         self._look_at_fence(statistics.fence_reason)
         self._look_at_shards(statistics.jobs)
         self._look_at_scrub(statistics)
+        for note in self._server.take_load_notes():
+            log.warning("a load broke off", extra={"reason": note})
 
     def _look_at_fence(self, reason: str) -> None:
         if reason and reason != self._fence_reason:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,17 +20,28 @@ if TYPE_CHECKING:
 # By the names of safetensors, in the order in which files of it have their tensors: wide elements
 # first, so that all are aligned.
 BYTES_OF = {
+    "U64": 8,
     "I64": 8,
     "F64": 8,
+    "C64": 8,
     "F32": 4,
+    "U32": 4,
     "I32": 4,
     "BF16": 2,
     "F16": 2,
+    "U16": 2,
     "I16": 2,
+    "F8_E5M2FNUZ": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E8M0": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
     "I8": 1,
     "U8": 1,
     "BOOL": 1,
 }
+# Dtypes of torch that no such file has.
+BYTES_OF_OTHERS = {"C128": 16, "F4_E2M1FN_X2": 1}
 _CODES = {
     types_pb2.D_TYPE_FLOAT32: "F32",
     types_pb2.D_TYPE_BFLOAT16: "BF16",
@@ -41,12 +54,38 @@ _CODES = {
     types_pb2.D_TYPE_UINT8: "U8",
     types_pb2.D_TYPE_BOOL: "BOOL",
 }
+# By torch's names: dtypes of frozen parameters that the job has as their bytes.
+CODES_OF_FROZEN = {
+    "float16": "F16",
+    "float64": "F64",
+    "complex64": "C64",
+    "complex128": "C128",
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4_E2M1FN_X2",
+}
 # Names that the client gives to what a commit stores beside parameters, buffers and blobs.
 _TRACKED_PREFIX = "memd.tracked."
 _STAGED_SUFFIX = "@staged"  # of the next commit
 _SCRATCH_PREFIXES = ("@load/", "@offload/", "@init/")
 _LOAD_PLAN = "@load/plan"
-_TILE = re.compile(r"(.+)\[(\d+):(\d+)\]", re.DOTALL)  # rows of a tiled parameter
+# An empty blob whose name ends with two names of a tensor, a further one and that of the job.
+_TIED_PREFIX = "@tied/"
+_TILE = re.compile(r"(.+)\[(\d{1,19}):(\d{1,19})\]", re.DOTALL)  # rows of a tiled parameter
+# The dtype and shape of a frozen parameter behind its name, where the job has its bytes.
+_FROZEN = re.compile(r"(.+):(\w+)\[((?:\d{1,19}(?:,\d{1,19})*)?)\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +100,13 @@ class Tensor:
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.shape) * BYTES_OF[self.code]
+        return _size_bytes(self.code, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
+    """The first bytes of that place: the job may have one more, as it has an even number."""
+
     place: Place
     size_bytes: int
 
@@ -78,6 +119,8 @@ class Contents:
     model: Sequence[Tensor]
     optimizer: Sequence[Tensor]
     blobs: Sequence[Tensor]
+    # Further names that the model has for tensors of `model`, and theirs.
+    tied: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +128,9 @@ class _Parameter:
     """A parameter under its name in the model: a shard, or the tiles of one."""
 
     name: str
+    code: str
     shape: tuple[int, ...]
-    shards: tuple[int, ...]
+    parts: tuple[tuple[int, int], ...]  # of each shard its number and elements
     first: job_pb2.SnapshotShard  # which the others are like
 
 
@@ -103,21 +147,38 @@ def planned_contents(shards: Sequence[job_pb2.SnapshotShard]) -> Contents:
             "finishes the load, make another snapshot and export that",
         )
     written = [each for each in enumerate(shards) if each[1].written and not _is_scratch(each[1])]
-    parameters = list(_parameters(written))
-    models = [_weights(parameter, shards) for parameter in parameters]
+    parameters = _parameters(written)
+    models = [_weights(parameter) for parameter in parameters]
     models += [_bytes(number, shard) for number, shard in written if _is_buffer(shard)]
     states = [
         tensor
         for parameter in parameters
         if parameter.first.has_moments
-        for tensor in _states(parameter, shards)
+        for tensor in _states(parameter)
     ]
+    further = {number: names for number, shard in written if (names := _tied_names(shard))}
     others = [
         _bytes(number, shard)
         for number, shard in written
-        if shard.spec.kind != types_pb2.SHARD_KIND_PARAMETER and not _is_buffer(shard)
+        if shard.spec.kind != types_pb2.SHARD_KIND_PARAMETER
+        and not _is_buffer(shard)
+        and number not in further
     ]
-    return Contents(models, states, others)
+    stored = {each.name for each in models}
+    tied = {each: name for each, name in further.values() if name in stored and each not in stored}
+    return Contents(models, states, others, tied)
+
+
+def _tied_names(shard: job_pb2.SnapshotShard) -> tuple[str, str] | None:
+    """A further name of a tensor, and its own; None: the shard says none."""
+    spec = shard.spec
+    if spec.kind != types_pb2.SHARD_KIND_BLOB or not spec.name.startswith(_TIED_PREFIX):
+        return None
+    try:
+        further, name = json.loads(spec.name.removeprefix(_TIED_PREFIX))
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return str(further), str(name)
 
 
 def _is_scratch(shard: job_pb2.SnapshotShard) -> bool:
@@ -133,99 +194,128 @@ def _is_buffer(shard: job_pb2.SnapshotShard) -> bool:
     return shard.spec.kind == types_pb2.SHARD_KIND_BUFFER and not is_tracked
 
 
-def _parameters(written: Sequence[tuple[int, job_pb2.SnapshotShard]]) -> Iterator[_Parameter]:
+def _parameters(written: Sequence[tuple[int, job_pb2.SnapshotShard]]) -> list[_Parameter]:
     """In the catalogue's order; tiles of one parameter where the first of them is."""
-    parameters = {
-        number: shard
+    stored = {
+        number: _stored(number, shard)
         for number, shard in written
         if shard.spec.kind == types_pb2.SHARD_KIND_PARAMETER
     }
-    names = {shard.spec.name for shard in parameters.values()}
+    frozen = {number: plain for number, each in stored.items() if (plain := _frozen(each))}
+    # One that was stored again in another dtype has two.
+    names = Counter(each.name for each in (*stored.values(), *frozen.values()))
+    alone = {number: plain for number, plain in frozen.items() if names[plain.name] == 1}
+    return list(_whole(stored | alone))
+
+
+def _stored(number: int, shard: job_pb2.SnapshotShard) -> _Parameter:
+    """As the job has it."""
+    spec = shard.spec
+    parts = ((number, math.prod(spec.shape)),)
+    return _Parameter(spec.name, _CODES[spec.dtype], tuple(spec.shape), parts, shard)
+
+
+def _frozen(stored: _Parameter) -> _Parameter | None:
+    """A parameter of a dtype that is not trained, of which the job has the bytes, as elements of
+    bfloat16; None if it is another one."""
+    found = _FROZEN.fullmatch(stored.name)
+    if found is None or found[2] not in CODES_OF_FROZEN or stored.first.has_moments:
+        return None
+    code = CODES_OF_FROZEN[found[2]]
+    shape = tuple(int(each) for each in found[3].split(",") if each)
+    half_count = -(-_size_bytes(code, shape) // BYTES_OF["BF16"])
+    if stored.code != "BF16" or stored.shape != (half_count,):
+        return None
+    ((number, _),) = stored.parts
+    return _Parameter(found[1], code, shape, ((number, math.prod(shape)),), stored.first)
+
+
+def _whole(parameters: Mapping[int, _Parameter]) -> Iterator[_Parameter]:
+    """With tiles joined."""
+    names = {each.name for each in parameters.values()}
     tiled: dict[str, list[tuple[int, int, int]]] = {}
-    for number, shard in parameters.items():
-        if found := _TILE.fullmatch(shard.spec.name):
+    for number, each in parameters.items():
+        if found := _TILE.fullmatch(each.name):
             rows = (int(found[2]), int(found[3]), number)
             tiled.setdefault(found[1], []).append(rows)
     joined: dict[int, _Parameter] = {}
     inside: set[int] = set()
     for name, tiles in tiled.items():
         if name not in names and (whole := _joined(name, sorted(tiles), parameters)):
-            joined[whole.shards[0]] = whole
-            inside.update(whole.shards)
-    for number, shard in parameters.items():
+            numbers = [number for number, _ in whole.parts]
+            joined[numbers[0]] = whole
+            inside.update(numbers)
+    for number, each in parameters.items():
         if number in joined:
             yield joined[number]
         elif number not in inside:
-            yield _Parameter(shard.spec.name, tuple(shard.spec.shape), (number,), shard)
+            yield each
 
 
 def _joined(
     name: str,
     tiles: Sequence[tuple[int, int, int]],
-    shards: Mapping[int, job_pb2.SnapshotShard],
+    parameters: Mapping[int, _Parameter],
 ) -> _Parameter | None:
     """The parameter that the tiles make together; None if they make none."""
-    first = shards[tiles[0][2]]
-    row = first.spec.shape[1:]
+    first = parameters[tiles[0][2]]
+    row = first.shape[1:]
     end = 0
     for begin, tile_end, number in tiles:
-        shard = shards[number]
+        tile = parameters[number]
         is_alike = (
             begin == end
-            and list(shard.spec.shape) == [tile_end - begin, *row]
-            and shard.spec.dtype == first.spec.dtype
-            and shard.spec.keeps_maximum == first.spec.keeps_maximum
-            and shard.generation == first.generation
-            and shard.has_moments == first.has_moments
+            and tile.shape == (tile_end - begin, *row)
+            and tile.code == first.code
+            and tile.first.spec.keeps_maximum == first.first.spec.keeps_maximum
+            and tile.first.generation == first.first.generation
+            and tile.first.has_moments == first.first.has_moments
         )
         if not is_alike:
             return None
         end = tile_end
     if len(tiles) < 2:
         return None
-    return _Parameter(name, (end, *row), tuple(number for *_, number in tiles), first)
+    parts = tuple(part for *_, number in tiles for part in parameters[number].parts)
+    return _Parameter(name, first.code, (end, *row), parts, first.first)
+
+
+def _size_bytes(code: str, shape: Sequence[int]) -> int:
+    return math.prod(shape) * (BYTES_OF | BYTES_OF_OTHERS)[code]
 
 
 def _tensor(
-    name: str,
-    code: str,
-    shape: tuple[int, ...],
-    part: int,
-    shards: Mapping[int, job_pb2.SnapshotShard],
+    name: str, code: str, shape: tuple[int, ...], part: int, parts: Sequence[tuple[int, int]]
 ) -> Tensor:
     sources = tuple(
-        Source((number, part), math.prod(shard.spec.shape) * BYTES_OF[code])
-        for number, shard in shards.items()
+        Source((number, part), _size_bytes(code, [element_count]))
+        for number, element_count in parts
     )
     return Tensor(name, code, shape, sources)
 
 
 def _bytes(number: int, shard: job_pb2.SnapshotShard) -> Tensor:
     """A blob or buffer."""
-    spec = shard.spec
+    return _weights(_stored(number, shard))
+
+
+def _weights(parameter: _Parameter) -> Tensor:
     part = job_pb2.SNAPSHOT_PART_VALUE
-    return _tensor(spec.name, _CODES[spec.dtype], tuple(spec.shape), part, {number: shard})
+    return _tensor(parameter.name, parameter.code, parameter.shape, part, parameter.parts)
 
 
-def _weights(parameter: _Parameter, shards: Sequence[job_pb2.SnapshotShard]) -> Tensor:
-    code = _CODES[parameter.first.spec.dtype]
-    of = {number: shards[number] for number in parameter.shards}
-    return _tensor(parameter.name, code, parameter.shape, job_pb2.SNAPSHOT_PART_VALUE, of)
-
-
-def _states(parameter: _Parameter, shards: Sequence[job_pb2.SnapshotShard]) -> Iterator[Tensor]:
+def _states(parameter: _Parameter) -> Iterator[Tensor]:
     """The names of torch's state behind the parameter's. No two parameters share one: what is added
     has no dot."""
-    of = {number: shards[number] for number in parameter.shards}
-    parts = [
+    states = [
         ("exp_avg", job_pb2.SNAPSHOT_PART_EXP_AVG),
         ("exp_avg_sq", job_pb2.SNAPSHOT_PART_EXP_AVG_SQ),
     ]
     if parameter.first.spec.keeps_maximum:
-        parts.append(("max_exp_avg_sq", job_pb2.SNAPSHOT_PART_MAX_EXP_AVG_SQ))
+        states.append(("max_exp_avg_sq", job_pb2.SNAPSHOT_PART_MAX_EXP_AVG_SQ))
     if parameter.first.spec.dtype == types_pb2.D_TYPE_BFLOAT16:
-        parts.append(("master", job_pb2.SNAPSHOT_PART_MASTER))
-    for name, part in parts:
-        yield _tensor(f"{parameter.name}.{name}", "F32", parameter.shape, part, of)
+        states.append(("master", job_pb2.SNAPSHOT_PART_MASTER))
+    for name, part in states:
+        yield _tensor(f"{parameter.name}.{name}", "F32", parameter.shape, part, parameter.parts)
     step = parameter.first.generation.to_bytes(8, "little")
     yield Tensor(f"{parameter.name}.step", "I64", (), constant=step)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from memd.export.contents import planned_contents
+from memd.export.contents import CODES_OF_FROZEN, planned_contents
 from memd.export.file import Ending, File
 from memd_client.base.checksum import RunChecksum
 from memd_client.checkpoints.checkpoint_folder import METADATA_NAME
@@ -36,21 +36,17 @@ if TYPE_CHECKING:
     from memd.export.contents import Contents, Tensor
     from memd_proto.v1 import job_pb2
 
-    Item = tuple[tuple[str, ...], Tensor]  # its path in the state
+    Path = tuple[str, ...]  # in the state
+    # A tied tensor is there under each of its names, with the same bytes.
+    Item = tuple[Sequence[Path], Tensor]
 
-__all__ = ["RunChecksum", "planned_files"]
+__all__ = ["DTYPES", "RunChecksum", "planned_files"]
 
-_DTYPES = {
-    "I64": torch.int64,
-    "F64": torch.float64,
+# By their codes.
+DTYPES = {
     "F32": torch.float32,
-    "I32": torch.int32,
     "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    **{code: getattr(torch, name) for name, code in CODES_OF_FROZEN.items()},
 }
 
 
@@ -68,20 +64,23 @@ def planned_files(
     files = [File(_name(0), 0, [])]
     stored: dict[MetadataIndex, _StorageInfo] = {}
     forms: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    paths: dict[str, tuple[str, ...]] = {}
-    for path, tensor in _items(planned_contents(shards)):
-        dtype, shape = _DTYPES[tensor.code], torch.Size(tensor.shape)
+    paths: dict[str, Path] = {}
+    for its_paths, tensor in _items(planned_contents(shards)):
+        dtype, shape = DTYPES[tensor.code], torch.Size(tensor.shape)
         archive = TensorArchive(dtype, shape)
         if files[-1].size_bytes and files[-1].size_bytes + archive.size_bytes > file_bytes_max:
             files.append(File(_name(len(files)), 0, []))
         file, begin = files[-1], files[-1].size_bytes
         _add(file, tensor, archive)
-        name, first = ".".join(path), torch.Size([0] * len(shape))
-        paths[name] = path
-        forms[name] = TensorStorageMetadata(
-            TensorProperties(dtype=dtype), shape, [ChunkStorageMetadata(first, shape)]
-        )
-        stored[MetadataIndex(name, first, 0)] = _StorageInfo(file.name, begin, archive.size_bytes)
+        first = torch.Size([0] * len(shape))
+        for path in its_paths:
+            name = ".".join(path)
+            paths[name] = path
+            forms[name] = TensorStorageMetadata(
+                TensorProperties(dtype=dtype), shape, [ChunkStorageMetadata(first, shape)]
+            )
+            place = _StorageInfo(file.name, begin, archive.size_bytes)
+            stored[MetadataIndex(name, first, 0)] = place
     text = pickle.dumps(
         Metadata(
             state_dict_metadata=forms,
@@ -96,13 +95,17 @@ def planned_files(
 
 def _items(contents: Contents) -> Iterator[Item]:
     """Under the names that torch gives them."""
+    further: dict[str, list[str]] = {}
+    for name, own in contents.tied.items():
+        further.setdefault(own, []).append(name)
     for tensor in contents.model:
-        yield ("model", tensor.name), tensor
+        names = (tensor.name, *further.get(tensor.name, ()))
+        yield [("model", name) for name in names], tensor
     for tensor in contents.optimizer:
         parameter, _, state = tensor.name.rpartition(".")
-        yield ("optimizer", "state", parameter, state), _as_torch_has_it(tensor)
+        yield [("optimizer", "state", parameter, state)], _as_torch_has_it(tensor)
     for tensor in contents.blobs:
-        yield ("blobs", tensor.name), tensor
+        yield [("blobs", tensor.name)], tensor
 
 
 def _as_torch_has_it(state: Tensor) -> Tensor:
@@ -121,8 +124,7 @@ def _add(file: File, tensor: Tensor, archive: TensorArchive) -> None:
         file.writes.append((end, tensor.constant))
         end += len(tensor.constant)
     for source in tensor.sources:
-        file.begins[source.place] = end
-        end += source.size_bytes
+        end = file.add_source(source, end)
     file.endings.append(Ending(begin, end, archive.suffix))
     file.size_bytes += archive.size_bytes
 

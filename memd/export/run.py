@@ -153,7 +153,7 @@ class _Copy:
         if self._piece_next != contents.piece_first:
             return  # the part that is there is of other files
         places = {
-            place: (number, begin)
+            place: (number, begin, file.ends[place])
             for number, file in enumerate(files)
             for place, begin in file.begins.items()
         }
@@ -161,9 +161,9 @@ class _Copy:
             for run in answer.runs:
                 # Not in a file: it is memd's own.
                 if (found := places.get((run.shard, run.part))) is not None:
-                    number, begin = found
-                    data = reading.bytes_of(run)
-                    self._target.write(number, begin + run.offset_bytes, data)
+                    number, begin, end = found
+                    at = begin + run.offset_bytes
+                    self._target.write(number, at, reading.bytes_of(run)[: end - at])
             self._reached(answer.piece_next, contents.piece_count)
         self.is_done = self._piece_next == contents.piece_count
         if not self.is_done:

@@ -34,8 +34,8 @@ def planned_files(
     """All files of an export. What was never written, and what memd keeps for a moment, is in none.
 
     Raises:
-        Refused: no such file can hold a name, or so many; the snapshot is of a moment between the
-            old values of a load and the new ones.
+        Refused: no such file can hold a name, a dtype, or so many; the snapshot is of a moment
+            between the old values of a load and the new ones.
     """
     contents = planned_contents(shards)
     files = _set("model", contents.model, metadata, file_bytes_max)
@@ -52,8 +52,16 @@ def encode_header(
     in the order of their bytes.
 
     Raises:
-        Refused: more than a header may hold, or a name that none has.
+        Refused: more than a header may hold, or a name or dtype that none has.
     """
+    tensors = list(tensors)
+    for tensor in tensors:
+        if tensor.code not in _PLACE_OF:
+            raise Refused(
+                StatusCode.INVALID_ARGUMENT,
+                f"safetensors files have no dtype for the frozen parameter {tensor.name!r}; export "
+                "it with --format dcp",
+            )
     ordered = sorted(tensors, key=lambda each: (_PLACE_OF[each.code], each.name))
     fields: dict[str, object] = {_METADATA: dict(sorted(metadata.items()))}
     end = 0
@@ -128,7 +136,6 @@ def _file(name: str, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> 
             file.writes.append((end, tensor.constant))
             end += len(tensor.constant)
         for source in tensor.sources:
-            file.begins[source.place] = end
-            end += source.size_bytes
+            end = file.add_source(source, end)
     file.size_bytes = end
     return file

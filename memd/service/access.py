@@ -22,19 +22,45 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+-]{0,127}")
 _TEMPORARY = "async_save/"
 _TEMPORARY_NAME = re.compile(_TEMPORARY + r"\d{8}T\d{6}Z-[0-9a-f]{12}", re.ASCII)
 
+# And these before they load a checkpoint.
+_LOAD = "load/"
+_LOAD_NAME = re.compile(_LOAD + r"\d{8}T\d{6}Z-[0-9a-f]{12}", re.ASCII)
+
 
 def check_job_name(name: str) -> None:
     _check_name("job", name)
 
 
-def check_snapshot_name(name: str) -> None:
-    """The name of one that is to be made."""
+def check_snapshot_name(name: str, *, is_load: bool = False) -> None:
+    """The name of one that is to be made, for a load or not."""
     _check_name("snapshot", name)
+    if is_load and not _LOAD_NAME.fullmatch(name):
+        raise Refused(
+            StatusCode.INVALID_ARGUMENT,
+            f"the snapshot of a load is named {_LOAD}, the time in UTC and 12 hexadecimal digits, "
+            f"as in load/20261126T092228Z-0123456789ab: {name!r}",
+        )
+    if name.startswith(_LOAD) and not is_load:
+        raise Refused(
+            StatusCode.INVALID_ARGUMENT,
+            f"names that begin with {_LOAD} are those of snapshots that memd makes before it loads "
+            f"a checkpoint, and drops; choose another one than {name!r}",
+        )
     if name.startswith(_TEMPORARY) and not _TEMPORARY_NAME.fullmatch(name):
         raise Refused(
             StatusCode.INVALID_ARGUMENT,
             f"names that begin with {_TEMPORARY} are those of snapshots that dcp.async_save makes "
             f"and drops; choose another one than {name!r}",
+        )
+
+
+def check_reads_load(name: str, job: JobInfo, *, is_own: bool) -> None:
+    """A load ends when nobody reads its snapshot, so it waits for no stranger's export."""
+    if _LOAD_NAME.fullmatch(name) and not is_own:
+        raise Refused(
+            StatusCode.IN_USE,
+            f"snapshot {name} lasts only as long as the load into job {job.name!r}; export another "
+            "one, or make one when the load is done",
         )
 
 

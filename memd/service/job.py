@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from memd.peers import Peers
+    from memd.peers import Peers, Session
     from memd.service.call import Call
     from memd_native import JobInfo, Server, SnapshotInfo, SnapshotReading
 
@@ -76,17 +76,21 @@ class JobService:
     def CreateSnapshot(
         self, request: job_pb2.CreateSnapshotRequest, call: Call
     ) -> job_pb2.CreateSnapshotResponse:
-        access.check_snapshot_name(request.name)
+        access.check_snapshot_name(request.name, is_load=request.session_id != 0)
         job = access.administered_job(self._server, request.job, owner=call.peer.owner)
+        self._check_job(request.session_id, job, call)
         snapshot = self._server.create_snapshot(
             job.job_id,
             request.name,
             created_s=int(time.time()),
             number=request.number,
+            load_session_id=request.session_id,
             timeout_s=call.timeout_s(),
         )
         _log_snapshot("snapshot created", job, snapshot, call)
-        return job_pb2.CreateSnapshotResponse(snapshot=wire.snapshot_message(snapshot))
+        return job_pb2.CreateSnapshotResponse(
+            snapshot=wire.snapshot_message(snapshot), is_load=request.session_id != 0
+        )
 
     def ListSnapshots(
         self, request: job_pb2.ListSnapshotsRequest, call: Call
@@ -110,6 +114,8 @@ class JobService:
         self, request: job_pb2.ReadSnapshotRequest, call: Call
     ) -> Iterator[job_pb2.ReadSnapshotResponse]:
         job = access.administered_job(self._server, request.job, owner=call.peer.owner)
+        is_own = self._peers.has_session(call.peer, job.job_id)
+        access.check_reads_load(request.name, job, is_own=is_own)
         reading = self._server.begin_snapshot_reading(
             job.job_id,
             request.name,
@@ -154,12 +160,37 @@ class JobService:
     def DropSnapshot(
         self, request: job_pb2.DropSnapshotRequest, call: Call
     ) -> job_pb2.DropSnapshotResponse:
+        # Before the job, whose NOT_FOUND would say that the load counts.
+        self._check_session(request.session_id, call)
         job = access.administered_job(self._server, request.job, owner=call.peer.owner)
-        self._server.drop_snapshot(job.job_id, request.name, timeout_s=call.timeout_s())
+        if request.session_id:
+            self._check_job(request.session_id, job, call)
+            self._server.end_load(request.session_id, request.name, timeout_s=call.timeout_s())
+        else:
+            self._server.drop_snapshot(job.job_id, request.name, timeout_s=call.timeout_s())
         log.info(
             "snapshot dropped", extra={"job": job.name, "snapshot": request.name, **_caller(call)}
         )
         return job_pb2.DropSnapshotResponse()
+
+    def _check_session(self, session_id: int, call: Call) -> Session | None:
+        """Raises unless it is 0, or one of the caller's."""
+        if not session_id:
+            return None
+        try:
+            return self._peers.session(call.peer, session_id)
+        except Refused as refused:
+            raise Refused(StatusCode.FENCED, str(refused)) from refused
+
+    def _check_job(self, session_id: int, job: JobInfo, call: Call) -> None:
+        """Raises unless it is 0, or one of the caller's that are attached to the job."""
+        session = self._check_session(session_id, call)
+        if session is not None and session.job_id != job.job_id:
+            raise Refused(
+                StatusCode.INVALID_ARGUMENT,
+                f"session {session_id} is attached to job {session.job_name!r}, and not to "
+                f"{job.name!r}",
+            )
 
 
 def _caller(call: Call) -> dict[str, object]:

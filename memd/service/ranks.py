@@ -42,13 +42,13 @@ class _Gathered:
     calls: dict[int, RankCall] = field(default_factory=dict)
     is_begun: bool = False
     result: Any = None
-    error: Refused | StatusError | None = None
+    error: Exception | None = None
     is_over: bool = False
 
     @property
     def has_no_outcome(self) -> bool:
         """Nobody knows whether it is made, so it has to be carried out again."""
-        return self.error is not None and self.error.code in _NO_OUTCOME
+        return isinstance(self.error, Refused | StatusError) and self.error.code in _NO_OUTCOME
 
     def withdraw(self, call: RankCall) -> None:
         """Nobody waits for its answer. If its rank has called again, that call stays."""
@@ -80,7 +80,8 @@ class RankCalls:
 
         Raises:
             Refused: a rank has not called in time, or calls for something else.
-            StatusError: a rank has ended; or what `carry_out` raises, to all of them.
+            StatusError: a rank has ended.
+            Exception: what `carry_out` raises, to all of them.
         """
         deadline = time.monotonic() + waited.timeout_s()
         report = self._server.ranks(session.session_id)
@@ -127,7 +128,7 @@ class RankCalls:
         try:
             _refuse_others(gathered.calls, report)
             gathered.result = carry_out(gathered.calls)
-        except (Refused, StatusError) as error:
+        except Exception as error:  # noqa: BLE001 # it is raised in each rank's call
             gathered.error = error
         finally:
             with self._changed:
@@ -192,6 +193,32 @@ def _refuse_others(calls: Mapping[int, RankCall], report: RanksReport) -> None:
                 f"all ranks make the same calls in the same order: {report.names[0]} has "
                 f"{first.what}, and {report.names[rank]} has {other.what}",
             )
+
+
+def refuse_other_counts(calls: Mapping[int, RankCall], names: list[str]) -> None:
+    """Before the sums of all ranks count.
+
+    Raises:
+        Refused: a rank has accumulated more backwards than another, or no rank has made the one
+            that averages them.
+    """
+    first = calls[0].request.accumulated_count
+    for rank, other in sorted(calls.items()):
+        count = other.request.accumulated_count
+        if count != first:
+            raise Refused(
+                StatusCode.INVALID_ARGUMENT,
+                "ranks accumulate the same number of backwards before each step: "
+                f"{names[0]} has made {first} in no_sync(), and {names[rank]} {count}; no step is "
+                "made of their gradients: call optimizer.zero_grad() on all ranks",
+            )
+    if first and all(each.request.is_without_backward for each in calls.values()):
+        raise Refused(
+            StatusCode.INVALID_ARGUMENT,
+            f"every backward since the last step ran in no_sync(), {first} on each rank, and none "
+            "has averaged their gradients; make the last backward of each step, and its forward, "
+            "outside: call optimizer.zero_grad() on all ranks, and begin the step again",
+        )
 
 
 def merged_step(calls: Mapping[int, RankCall], names: list[str]) -> Any:

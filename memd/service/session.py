@@ -17,7 +17,7 @@ from memd.refusal import Refused, StatusCode
 from memd.service import access, wire
 from memd.service.declarations import Declarations
 from memd.service.places import STEPS
-from memd.service.ranks import RankCall, RankCalls, merged_step
+from memd.service.ranks import RankCall, RankCalls, merged_step, refuse_other_counts
 from memd.users import by_whom
 from memd_native import PROTOCOL_VERSION, RANKS_MAX, StatusError
 from memd_proto.v1 import session_pb2
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# For ranks of an earlier start, whose processes are ending.
+# For ranks of an earlier start, or a session that loads, whose processes are ending.
 _JOIN_S = 10.0
 _JOIN_LOOK_S = 0.05
 
@@ -68,13 +68,7 @@ class SessionService:
         self._peers.check_session(peer, job_id=0)
         job = self._open_job(request, call)
         self._peers.check_session(peer, job.job_id)
-        grant = self._server.attach(
-            job.job_id,
-            pid=peer.pid,
-            start_time=peer.start_time,
-            uid=peer.uid,
-            timeout_s=call.timeout_s(),
-        )
+        grant = self._attach(job, request, call)
         if request.world_size > 1:
             self._join_ranks(grant, request, call)
         self._hand_over(grant, job, request, call)
@@ -100,8 +94,31 @@ class SessionService:
             can_maximize=True,
             can_amsgrad=True,
             can_take_staged_moments=True,
+            can_take_masters=True,
+            can_load_in_place=True,
+            can_keep_rank_sums=True,
+            can_give_masters=True,
             daemon_id=self._daemon_id,
         )
+
+    def _attach(self, job: JobInfo, request: session_pb2.AttachRequest, call: Call) -> SessionGrant:
+        # A rank that comes late waits for the load of another.
+        patience_s = call.timeout_s() if request.world_size > 1 else _JOIN_S
+        deadline = time.monotonic() + min(call.timeout_s(), patience_s)
+        while True:
+            try:
+                return self._server.attach(
+                    job.job_id,
+                    pid=call.peer.pid,
+                    start_time=call.peer.start_time,
+                    uid=call.peer.uid,
+                    timeout_s=call.timeout_s(),
+                )
+            except StatusError as error:
+                # Another session loads into it. That one's process may have died a moment ago.
+                if error.code != StatusCode.IN_USE or time.monotonic() >= deadline:
+                    raise
+            time.sleep(_JOIN_LOOK_S)
 
     def _join_ranks(
         self, grant: SessionGrant, request: session_pb2.AttachRequest, call: Call
@@ -273,6 +290,7 @@ class SessionService:
         self._server.end_gradients(session.session_id)
 
         def list_made(calls: Mapping[int, RankCall]) -> dict[int, list[int]]:
+            refuse_other_counts(calls, self._server.ranks(session.session_id).names)
             return {
                 each.session_id: self._server.gradients_of_other_ranks(each.session_id)
                 for each in calls.values()

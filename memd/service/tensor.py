@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
+from collections import deque
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from memd.refusal import Refused, StatusCode
 from memd.service import wire
-from memd_native import MODE_OVERWRITE, MODE_READ, PART_VALUE
+from memd_native import MODE_OVERWRITE, MODE_READ, PART_VALUE, StatusError
 from memd_proto.v1 import tensor_pb2, types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import TracebackType
 
     from memd.peers import Peers, Session
     from memd.service.call import Call
-    from memd_native import Server, ShardInfo
+    from memd_native import MomentsWrite, Server, ShardInfo
 
 # Below gRPC's own limit of 4 MiB, and large enough that the messages' cost is not seen.
 CHUNK_BYTES = 1 << 20
 # Two moments of fp32 for each: again a chunk.
 _MOMENTS_ELEMENTS = CHUNK_BYTES // 8
-# A tile's, in fp32: as many are written at a time.
-_STAGED_BYTES_MAX = 1 << 20
+# The store works on as many of a job at a time; one more of a call waits for it.
+_WRITES_AT_ONCE = 4
 
 
 class TensorService:
@@ -64,11 +66,12 @@ class TensorService:
         shard = self._shard(session, request.shard_id)
         element_count = math.prod(shard.spec.shape)
         for first in range(0, element_count, _MOMENTS_ELEMENTS):
-            exp_avg, exp_avg_sq, max_exp_avg_sq = self._server.read_moments(
+            exp_avg, exp_avg_sq, max_exp_avg_sq, master = self._server.read_moments(
                 session.session_id,
                 shard.shard_id,
                 first,
                 min(_MOMENTS_ELEMENTS, element_count - first),
+                with_master=request.with_master,
                 timeout_s=call.timeout_s(),
             )
             yield tensor_pb2.GetMomentsResponse(
@@ -77,6 +80,7 @@ class TensorService:
                 exp_avg=exp_avg,
                 exp_avg_sq=exp_avg_sq,
                 max_exp_avg_sq=max_exp_avg_sq,
+                master=master,
             )
 
     def PutMoments(
@@ -90,60 +94,32 @@ class TensorService:
         If all come from blobs, the caller syncs: one commit has them, and the blobs no more."""
         session: Session | None = None
         carries_bytes = False
-        for request in requests:
-            session = self._peers.session(call.peer, request.session_id)
-            if request.HasField("staged_shard_id"):
-                moments = self._staged_moments(session, request, call)
-            else:
-                moments = (request.exp_avg, request.exp_avg_sq, request.max_exp_avg_sq)
-                carries_bytes = True
-            self._server.write_moments(
-                session.session_id,
-                request.shard_id,
-                request.generation,
-                request.element_first,
-                *moments,
-                timeout_s=call.timeout_s(),
-            )
+        with _Writes(call) as writes:
+            for request in requests:
+                session = self._peers.session(call.peer, request.session_id)
+                writes.add(self._begin_write(session, request, call))
+                carries_bytes |= not request.HasField("staged_shard_id")
         if session is None:
             raise _empty_stream()
         if carries_bytes:
             self._server.sync(session.session_id, timeout_s=call.timeout_s())
         return tensor_pb2.PutMomentsResponse()
 
-    def _staged_moments(
+    def _begin_write(
         self, session: Session, request: tensor_pb2.PutMomentsRequest, call: Call
-    ) -> tuple[bytes, bytes, bytes]:
-        """Those that a blob has, one behind the other."""
-        staged = self._shard(session, request.staged_shard_id)
-        if wire.shard_message(staged).spec.kind != types_pb2.SHARD_KIND_BLOB:
-            raise Refused(
-                StatusCode.INVALID_ARGUMENT,
-                f"{staged.spec.name!r} is no blob, and moments are staged in one",
+    ) -> MomentsWrite:
+        place = (session.session_id, request.shard_id, request.generation, request.element_first)
+        if request.HasField("staged_shard_id"):
+            return self._server.begin_write_staged_moments(
+                *place,
+                request.staged_shard_id,
+                request.staged_has_maximum,
+                request.staged_has_master,
+                timeout_s=call.timeout_s(),
             )
-        lease = self._server.lease(
-            session.session_id,
-            staged.shard_id,
-            part=PART_VALUE,
-            mode=MODE_READ,
-            timeout_s=call.timeout_s(),
+        return self._server.begin_write_moments(
+            *place, request.exp_avg, request.exp_avg_sq, request.max_exp_avg_sq, request.master
         )
-        try:
-            memory = lease.memory()
-            part_bytes, rest_bytes = divmod(len(memory), 3 if request.staged_has_maximum else 2)
-            if rest_bytes or part_bytes % 4 or part_bytes > _STAGED_BYTES_MAX:
-                raise Refused(
-                    StatusCode.INVALID_ARGUMENT,
-                    f"{staged.spec.name!r} has {len(memory)} bytes, which are no moments in fp32 "
-                    f"of at most {_STAGED_BYTES_MAX} bytes each",
-                )
-            first, second, third = (
-                bytes(memory[begin : begin + part_bytes])
-                for begin in (0, part_bytes, 2 * part_bytes)
-            )
-        finally:
-            lease.release()
-        return first, second, third
 
     @contextmanager
     def _overwritten(self, session: Session, shard: ShardInfo, call: Call) -> Iterator[memoryview]:
@@ -170,6 +146,38 @@ class TensorService:
             if shard.shard_id == shard_id:
                 return shard
         raise Refused(StatusCode.NOT_FOUND, f"job {session.job_name!r} has no shard {shard_id}")
+
+
+class _Writes(AbstractContextManager["_Writes"]):
+    """Writes of moments of one call. The next message is read while some are under way; all have
+    ended with the context, which raises the first error."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._begun: deque[MomentsWrite] = deque()
+
+    def add(self, write: MomentsWrite) -> None:
+        self._begun.append(write)
+        if len(self._begun) > _WRITES_AT_ONCE:
+            self._wait()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        failures = []
+        while self._begun:
+            try:
+                self._wait()
+            except StatusError as failure:
+                failures.append(failure)
+        if error is None and failures:
+            raise failures[0]
+
+    def _wait(self) -> None:
+        self._begun.popleft().wait(timeout_s=self._call.timeout_s())
 
 
 def _written(shard: ShardInfo) -> types_pb2.Shard:

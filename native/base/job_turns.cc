@@ -129,4 +129,10 @@ uint64_t JobTurns::share(JobId job, uint64_t all) const {
   return all * turn->second->weight / weight_here_;
 }
 
+bool JobTurns::is_alone(JobId job) const {
+  const auto turn = turns_.find(job);
+  const bool counts = job != kDaemonJob && turn != turns_.end();
+  return weight_here_ == (counts ? turn->second->weight : 0);
+}
+
 }  // namespace memd

@@ -41,6 +41,8 @@ class JobTurns {
   /// `all` in proportion to the job's weight among those that want something now or did in the last
   /// kRoundsKept rounds, the daemon left out. For the daemon, and for a job that is alone, `all`.
   uint64_t share(JobId job, uint64_t all) const;
+  /// No other job but the daemon wants something now or did in the last kRoundsKept rounds.
+  bool is_alone(JobId job) const;
 
   /// A job that does one thing after the other is away in between: for so long it counts as there,
   /// so that others do not take its place. As long as a job of the least weight pays back one

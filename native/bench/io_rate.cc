@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <liburing.h>
+#include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/uio.h>
@@ -243,7 +244,7 @@ Result<IoRate> IoBench::through_queue(const IoRateOptions& options) {
   if (!memory.is_ok()) return memory.status();
   // A request that the queue splits counts once: the depth is that of requests.
   const auto chunks =
-      static_cast<uint32_t>((options.block_bytes + kChunkBytesMax - 1) / kChunkBytesMax);
+      static_cast<uint32_t>(divide_up(options.block_bytes, IoPathLimits().chunk_bytes));
   const OwnedFd wake(::eventfd(0, EFD_CLOEXEC));
   if (!wake.is_open()) return device_error(errno, "eventfd");
   auto made = make_io_queue({.depth = options.depth * chunks, .wake_fd = wake.get()});
@@ -252,7 +253,14 @@ Result<IoRate> IoBench::through_queue(const IoRateOptions& options) {
   OwnedFd file(::fcntl(file_.get(), F_DUPFD_CLOEXEC, 0));
   if (!file.is_open()) return device_error(errno, "duplicating a descriptor");
   const uint16_t device = queue.add_device(std::move(file), path_);
-  queue.add_memory(memory.value());
+  queue.add_memory(memory.value(), options.gathered ? PageKind::huge : PageKind::small);
+  // As the daemon does before its first transfer, and raw() before its own.
+  pollfd registers{.fd = wake.get(), .events = POLLIN, .revents = 0};
+  while (::poll(&registers, 1, 0) > 0) {
+    uint64_t count = 0;
+    MEMD_CHECK_EQ(::read(wake.get(), &count, sizeof(count)), ssize_t{sizeof(count)});
+    queue.reap();
+  }
 
   Measurement measurement(options, bytes_);
   Status failed;

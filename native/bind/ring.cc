@@ -268,6 +268,7 @@ void bind_words(nb::module_& module) {
   module.attr("PROTOCOL_VERSION") = kProtocolVersion;
   module.attr("PART_VALUE") = static_cast<int>(Part::value);
   module.attr("PART_GRADIENT") = static_cast<int>(Part::gradient);
+  module.attr("PART_RANK_SUM") = static_cast<int>(Part::rank_sum);
   module.attr("MODE_READ") = static_cast<int>(LeaseMode::read);
   module.attr("MODE_WRITE") = static_cast<int>(LeaseMode::write);
   module.attr("STALL_STEP") = static_cast<int>(LeaseWait::step);
@@ -401,7 +402,14 @@ void bind_leases(nb::class_<ClientSession>& session) {
           },
           "shard_id"_a,
           "The session has let go of the shard's gradient, and writes it no more before the step "
-          "that uses it; returns at once.");
+          "that uses it; returns at once.")
+      .def(
+          "rank_sum_ended",
+          [](ClientSession& self, uint32_t shard_id) {
+            raise_unless_ok(self.hint(Opcode::rank_sum_ended, shard_id));
+          },
+          "shard_id"_a,
+          "This rank's own sum of the shard's gradients is in that of all ranks; returns at once.");
 }
 
 /// Leases for reading that are written all the same.

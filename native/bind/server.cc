@@ -118,35 +118,65 @@ nb::tuple read_moments(Server& server,
                        uint32_t shard_id,
                        uint64_t element_first,
                        uint64_t element_count,
+                       bool with_master,
                        double timeout_s) {
   const MomentsRequest request{.session_id = session_id,
                                .shard_id = shard_id,
                                .element_first = element_first,
-                               .element_count = element_count};
+                               .element_count = element_count,
+                               .reads_masters = with_master};
   const MomentValues values = unlocked([&] { return server.moments().read(request, timeout_s); });
   return nb::make_tuple(float_bytes(values.exp_avg),
                         float_bytes(values.exp_avg_sq),
-                        float_bytes(values.max_exp_avg_sq));
+                        float_bytes(values.max_exp_avg_sq),
+                        float_bytes(values.masters));
 }
 
-void write_moments(Server& server,
-                   uint64_t session_id,
-                   uint32_t shard_id,
-                   uint64_t generation,
-                   uint64_t element_first,
-                   const nb::bytes& exp_avg,
-                   const nb::bytes& exp_avg_sq,
-                   const nb::bytes& max_exp_avg_sq,
-                   double timeout_s) {
+/// A write of moments that was begun.
+struct MomentsWrite {
+  std::shared_ptr<Server> server;
+  MomentCalls::Write write;
+};
+
+MomentsWrite begin_write_moments(Server& server,
+                                 uint64_t session_id,
+                                 uint32_t shard_id,
+                                 uint64_t generation,
+                                 uint64_t element_first,
+                                 const nb::bytes& exp_avg,
+                                 const nb::bytes& exp_avg_sq,
+                                 const nb::bytes& max_exp_avg_sq,
+                                 const nb::bytes& master) {
   MomentValues values{.exp_avg = floats_of(exp_avg),
                       .exp_avg_sq = floats_of(exp_avg_sq),
-                      .max_exp_avg_sq = floats_of(max_exp_avg_sq)};
+                      .max_exp_avg_sq = floats_of(max_exp_avg_sq),
+                      .masters = floats_of(master)};
   const MomentsRequest request{.session_id = session_id,
                                .shard_id = shard_id,
                                .element_first = element_first,
                                .element_count = values.exp_avg.size()};
-  unlocked(
-      [&] { return server.moments().write(request, generation, std::move(values), timeout_s); });
+  return {
+      .server = server.shared_from_this(),
+      .write = server.moments().begin_write(request, generation, NewMoments(std::move(values)))};
+}
+
+MomentsWrite begin_write_staged_moments(Server& server,
+                                        uint64_t session_id,
+                                        uint32_t shard_id,
+                                        uint64_t generation,
+                                        uint64_t element_first,
+                                        uint32_t staged_shard_id,
+                                        bool has_maximum,
+                                        bool has_master,
+                                        double timeout_s) {
+  const MomentsRequest request{.session_id = session_id,
+                               .shard_id = shard_id,
+                               .element_first = element_first,
+                               .element_count = 0};
+  const StagedMoments staged{
+      .shard_id = staged_shard_id, .has_maximum = has_maximum, .has_masters = has_master};
+  return {.server = server.shared_from_this(),
+          .write = server.moments().begin_write(request, generation, staged, timeout_s)};
 }
 
 double seconds(uint64_t nanoseconds) { return static_cast<double>(nanoseconds) * 1e-9; }
@@ -541,15 +571,35 @@ void bind_jobs(nb::class_<Server>& server) {
           nb::kw_only(),
           "force"_a = false)
       .def(
+          "set_job_weight",
+          [](Server& self, uint64_t job_id, double weight) {
+            unlocked([&] {
+              const auto wanted = JobWeight::of(weight);
+              return wanted.is_ok() ? self.set_job_weight(job_id, wanted.value()) : wanted.status();
+            });
+          },
+          "job_id"_a,
+          "weight"_a,
+          "The job's share of devices and workers that others want as well.");
+}
+
+/// Snapshots, and loads that go back to one.
+void bind_snapshots(nb::class_<Server>& server) {
+  server
+      .def(
           "create_snapshot",
           [](Server& self,
              uint64_t job_id,
              const std::string& name,
              uint64_t created_s,
              uint64_t number,
+             uint64_t load_session_id,
              double timeout_s) {
-            const SnapshotRequest request{
-                .job_id = job_id, .name = name, .created_s = created_s, .number = number};
+            const SnapshotRequest request{.job_id = job_id,
+                                          .name = name,
+                                          .created_s = created_s,
+                                          .number = number,
+                                          .session_id = load_session_id};
             return unlocked([&] { return self.snapshots().create(request, timeout_s); });
           },
           "job_id"_a,
@@ -557,10 +607,11 @@ void bind_jobs(nb::class_<Server>& server) {
           nb::kw_only(),
           "created_s"_a,
           "number"_a,
+          "load_session_id"_a = 0,
           "timeout_s"_a,
           "Keeps the job's last committed step, which is on disk then. The same `number` again, "
-          "not "
-          "0, is the same request.")
+          "not 0, is the same request. With `load_session_id` the job goes back to it unless that "
+          "session calls end_load().")
       .def(
           "restore_snapshot",
           [](Server& self, uint64_t job_id, const std::string& name, double timeout_s) {
@@ -581,23 +632,27 @@ void bind_jobs(nb::class_<Server>& server) {
           nb::kw_only(),
           "timeout_s"_a)
       .def(
+          "end_load",
+          [](Server& self, uint64_t session_id, const std::string& name, double timeout_s) {
+            unlocked([&] { return self.snapshots().end_load(session_id, name, timeout_s); });
+          },
+          "session_id"_a,
+          "name"_a,
+          nb::kw_only(),
+          "timeout_s"_a,
+          "The session's load counts, and is on disk; its snapshot is dropped.")
+      .def(
+          "take_load_notes",
+          [](Server& self) { return unlocked([&] { return self.snapshots().take_notes(); }); },
+          "A sentence for each load that broke off since the last call: its job has gone back, or "
+          "could not.")
+      .def(
           "snapshots",
           [](Server& self, uint64_t job_id) {
             return unlocked([&] { return self.snapshots().list(job_id); });
           },
           "job_id"_a,
-          "Oldest first.")
-      .def(
-          "set_job_weight",
-          [](Server& self, uint64_t job_id, double weight) {
-            unlocked([&] {
-              const auto wanted = JobWeight::of(weight);
-              return wanted.is_ok() ? self.set_job_weight(job_id, wanted.value()) : wanted.status();
-            });
-          },
-          "job_id"_a,
-          "weight"_a,
-          "The job's share of devices and workers that others want as well.");
+          "Oldest first.");
 }
 
 /// Sessions, from attaching to detaching.
@@ -669,6 +724,62 @@ void bind_sessions(nb::class_<Server>& server) {
           },
           "session_id"_a,
           "Leases that were still held.");
+}
+
+void bind_moments(nb::class_<Server>& server) {
+  server
+      .def("read_moments",
+           &read_moments,
+           "session_id"_a,
+           "shard_id"_a,
+           "element_first"_a,
+           "element_count"_a,
+           nb::kw_only(),
+           "with_master"_a,
+           "timeout_s"_a,
+           nb::sig("def read_moments(self, session_id: int, shard_id: int, element_first: int, "
+                   "element_count: int, *, with_master: bool, timeout_s: float) "
+                   "-> tuple[bytes, bytes, bytes, bytes]"),
+           "exp_avg, exp_avg_sq, max_exp_avg_sq and master, fp32, of elements within one tile of "
+           "262144. max_exp_avg_sq is empty where the shard keeps no maximum, and master, the "
+           "numbers of which the bfloat16 values are published, without with_master or where the "
+           "shard is float32.")
+      .def("begin_write_moments",
+           &begin_write_moments,
+           "session_id"_a,
+           "shard_id"_a,
+           "generation"_a,
+           "element_first"_a,
+           "exp_avg"_a,
+           "exp_avg_sq"_a,
+           "max_exp_avg_sq"_a,
+           "master"_a,
+           "Replaces moments within one tile, and the shard's generation; durable after the next "
+           "sync or step. max_exp_avg_sq is empty where the shard keeps no maximum from here on. "
+           "master is empty, or the fp32 numbers of which the bfloat16 values are published. "
+           "Returns at once; writes to one tile take effect in their order.")
+      .def("begin_write_staged_moments",
+           &begin_write_staged_moments,
+           "session_id"_a,
+           "shard_id"_a,
+           "generation"_a,
+           "element_first"_a,
+           "staged_shard_id"_a,
+           "has_maximum"_a,
+           "has_master"_a,
+           nb::kw_only(),
+           "timeout_s"_a,
+           "The same of moments that lie in a blob, one behind the other. The blob is leased once "
+           "it can be, within timeout_s, and until they were taken.")
+      .def(
+          "bytes_of_maxima",
+          [](Server& self, uint64_t session_id, const std::vector<uint32_t>& shard_ids) {
+            return unlocked([&] { return self.moments().bytes_of_maxima(session_id, shard_ids); });
+          },
+          "session_id"_a,
+          "shard_ids"_a,
+          "Returns how many more bytes of the disk quota the job would need if all these "
+          "parameters kept a maximum. Changes nothing.");
 }
 
 /// A session's calls on its job's shards.
@@ -771,43 +882,7 @@ void bind_state(nb::class_<Server>& server) {
           nb::kw_only(),
           "part"_a = 0,
           "mode"_a = 0,
-          "timeout_s"_a)
-      .def("read_moments",
-           &read_moments,
-           "session_id"_a,
-           "shard_id"_a,
-           "element_first"_a,
-           "element_count"_a,
-           nb::kw_only(),
-           "timeout_s"_a,
-           nb::sig("def read_moments(self, session_id: int, shard_id: int, element_first: int, "
-                   "element_count: int, *, timeout_s: float) "
-                   "-> tuple[bytes, bytes, bytes]"),
-           "exp_avg, exp_avg_sq and max_exp_avg_sq, fp32, of elements within one tile of 262144. "
-           "The "
-           "last one is empty where the shard keeps no maximum.")
-      .def("write_moments",
-           &write_moments,
-           "session_id"_a,
-           "shard_id"_a,
-           "generation"_a,
-           "element_first"_a,
-           "exp_avg"_a,
-           "exp_avg_sq"_a,
-           "max_exp_avg_sq"_a,
-           nb::kw_only(),
-           "timeout_s"_a,
-           "Replaces moments within one tile, and the shard's generation; durable after the next "
-           "sync or step. max_exp_avg_sq is empty where the shard keeps no maximum from here on.")
-      .def(
-          "bytes_of_maxima",
-          [](Server& self, uint64_t session_id, const std::vector<uint32_t>& shard_ids) {
-            return unlocked([&] { return self.moments().bytes_of_maxima(session_id, shard_ids); });
-          },
-          "session_id"_a,
-          "shard_ids"_a,
-          "Returns how many more bytes of the disk quota the job would need if all these "
-          "parameters kept a maximum. Changes nothing.");
+          "timeout_s"_a);
 }
 
 /// The operator's view, and the end.
@@ -865,6 +940,16 @@ void bind_server(nb::module_& module) {
   bind_background_statistics(module);
   bind_statistics(module);
 
+  nb::class_<MomentsWrite>(module, "MomentsWrite", "A write of moments that was begun.")
+      .def(
+          "wait",
+          [](MomentsWrite& self, double timeout_s) {
+            unlocked([&] { return self.server->moments().wait(self.write, timeout_s); });
+          },
+          nb::kw_only(),
+          "timeout_s"_a,
+          "Until it has taken effect. Once. After an error it may go on.");
+
   nb::class_<ServiceLease>(module,
                            "ServiceLease",
                            "Bytes of one shard, pinned until release(), discard() or deletion, "
@@ -899,8 +984,10 @@ void bind_server(nb::module_& module) {
       "called from any thread and releases the GIL; each raises "
       "StatusError. Blocking ones take a deadline and say on what they waited.");
   bind_jobs(server);
+  bind_snapshots(server);
   bind_sessions(server);
   bind_state(server);
+  bind_moments(server);
   bind_operation(server);
   bind_snapshot_readings(module, server);
   bind_ranks(module, server);

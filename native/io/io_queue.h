@@ -31,12 +31,18 @@ inline constexpr uint32_t kDepthMax = 1024;
 /// waits behind all of it.
 struct IoPathLimits {
   uint32_t depth = 32;  // chunks in flight, 1 to kDepthMax
-  // Larger requests are split; whole blocks. The server thread takes 30 µs to give the kernel 1
-  // MiB.
+  // Larger requests are split; whole blocks. From pages that the kernel must find one by one, 1 MiB
+  // takes the server thread 50 µs. A job that is alone moves longer chunks of other memory, up to
+  // kChunkBytesMax; no more bytes are in flight then.
   uint64_t chunk_bytes = 1_MiB;
+
+  uint64_t in_flight_bytes_max() const { return depth * chunk_bytes; }
 };
 /// Why they cannot be used, or ok.
 Status check_limits(const IoPathLimits& limits);
+
+/// The pages that memory lies on, of 4 KiB or of 2 MiB.
+enum class PageKind : uint8_t { small, huge };
 
 enum class IoKind : uint8_t { read, write, sync };
 const char* io_kind_name(IoKind kind);
@@ -126,18 +132,19 @@ class IoQueue {
   /// device's index, from 0.
   virtual uint16_t add_device(OwnedFd file, std::string path) = 0;
 
-  /// For what is started from now on; without it a device may take the whole depth of the queue, in
-  /// chunks of kChunkBytesMax. `limits` passed check_limits(). Queues of tests may have none.
+  /// For what is started from now on; without it a device may take the whole depth of the queue.
+  /// `limits` passed check_limits(). Queues of tests may have none.
   virtual void set_limits(uint16_t /*device*/, const IoPathLimits& /*limits*/) {}
   virtual IoPathLimits limits(uint16_t /*device*/) const { return {}; }
   /// Its share of each path that others want as well, from now on. Queues of tests may have no
   /// jobs.
   virtual void set_weight(JobId /*job*/, JobWeight /*weight*/) {}
 
-  /// Bytes that transfers will use, kept registered with the kernel where that is allowed. Each
-  /// reap() registers one piece (4 or 32 MiB; no chunk lies across two). Never fails: what is
-  /// not or cannot be registered is used unregistered, and statistics() say so.
-  virtual void add_memory(std::span<std::byte> memory) = 0;
+  /// Bytes that transfers will use, kept registered with the kernel where that is allowed; huge
+  /// pages only where not much else is, since the kernel would look through all of it. Each reap()
+  /// registers one piece (4 or 32 MiB; no chunk lies across two). Never fails: what is not or
+  /// cannot be registered is used unregistered, and statistics() say so.
+  virtual void add_memory(std::span<std::byte> memory, PageKind pages) = 0;
   /// Nothing in `memory` is in flight. Never fails: see IoQueueStatistics::removed_and_held_count.
   virtual void remove_memory(std::span<std::byte> memory) = 0;
 

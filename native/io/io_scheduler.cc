@@ -15,6 +15,10 @@ namespace {
 /// all: what keeps it waiting may itself wait for state or writeback.
 constexpr std::array<uint64_t, 4> kStrides = {1, 8, 32, 32};
 
+/// Long chunks leave room for so many of them at least: with less in flight, the device would wait
+/// for the next one.
+constexpr uint64_t kLongChunksInFlight = 8;
+
 /// A sync is a turn as well.
 uint64_t cost_bytes(uint64_t bytes) { return std::max(bytes, kBlockBytes); }
 
@@ -99,13 +103,30 @@ size_t IoScheduler::raise(JobId job, std::span<const std::byte> memory) {
 IoScheduler::TransferPointer IoScheduler::next(const Refuse& refuse) {
   for (size_t i = 1; i <= paths_.size(); ++i) {
     const size_t index = (last_path_ + i) % paths_.size();
-    if (paths_[index].in_flight_count >= paths_[index].limits.depth) continue;
+    if (!paths_[index].has_room()) continue;
     TransferPointer found = next_of(paths_[index], refuse);
     if (found == nullptr) continue;
     last_path_ = index;
     return found;
   }
   return nullptr;
+}
+
+bool IoScheduler::Path::has_room() const {
+  return in_flight_count < limits.depth &&
+         in_flight_bytes + limits.chunk_bytes <= limits.in_flight_bytes_max();
+}
+
+uint64_t IoScheduler::chunk_bytes(const Transfer& transfer, bool may_be_long) const {
+  const IoRequest& request = transfer.request;
+  const Path& path = paths_.at(request.device);
+  if (!may_be_long || is_scrub(request) || !path.turns.is_alone(request.job))
+    return path.limits.chunk_bytes;
+  const uint64_t all_bytes = path.limits.in_flight_bytes_max();
+  const uint64_t long_bytes = std::min({kChunkBytesMax,
+                                        align_down(all_bytes / kLongChunksInFlight, kBlockBytes),
+                                        all_bytes - path.in_flight_bytes});
+  return std::max(path.limits.chunk_bytes, long_bytes);
 }
 
 IoScheduler::TransferPointer IoScheduler::next_of(Path& path, const Refuse& refuse) {
@@ -125,8 +146,8 @@ bool IoScheduler::is_turn_of_scrub(Path& path, const Transfer& other) {
 
 bool IoScheduler::has_its_share(const Path& path, JobId job, const Line& line) {
   // Bytes, and not chunks: who moves small ones has as much of the device with more of them.
-  const uint64_t depth_bytes = path.limits.depth * path.limits.chunk_bytes;
-  return line.in_flight_count > 0 && line.in_flight_bytes >= path.turns.share(job, depth_bytes);
+  return line.in_flight_count > 0 &&
+         line.in_flight_bytes >= path.turns.share(job, path.limits.in_flight_bytes_max());
 }
 
 IoScheduler::TransferPointer IoScheduler::next_of_jobs(Path& path, const Refuse& refuse) {
@@ -172,6 +193,7 @@ void IoScheduler::started(const TransferPointer& transfer, uint64_t bytes) {
   Path& path = paths_.at(request.device);
   MEMD_CHECK_LT(path.in_flight_count, path.limits.depth);
   ++path.in_flight_count;
+  path.in_flight_bytes += cost_bytes(bytes);
   if (is_scrub(request)) {
     MEMD_CHECK(!path.scrubs.empty() && path.scrubs.front() == transfer);
     if (transfer->is_all_started()) path.scrubs.pop_front();
@@ -197,6 +219,7 @@ void IoScheduler::finished(const IoRequest& request, uint64_t bytes) {
   Path& path = paths_.at(request.device);
   MEMD_CHECK_GT(path.in_flight_count, 0U);
   --path.in_flight_count;
+  path.in_flight_bytes -= cost_bytes(bytes);
   if (is_scrub(request)) {
     --path.scrub_in_flight_count;
     if (path.lines.empty() && ++path.scrub_alone_count >= path.scrub_in_flight_max) {

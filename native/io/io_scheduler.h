@@ -33,11 +33,11 @@ struct Transfer {
 /// Requests that wait for a path (a device), and how many chunks each path works on. It does no I/O
 /// and looks at no clock. Owned and called by the thread of its queue.
 ///
-/// A path has at most IoPathLimits::depth chunks in flight, whatever they are: that bounds what a
-/// demanded read waits behind. Jobs take turns by the bytes that they move (JobTurns). While
-/// several want the path, each has in flight what its weight gives it of the depth, and the rest
-/// stays free for jobs that come back. The daemon's own work counts as one more job without that
-/// bound.
+/// A path has at most IoPathLimits::depth chunks in flight, and as many bytes as they have where
+/// none is long: that bounds what a demanded read waits behind. Jobs take turns by the bytes that
+/// they move (JobTurns). While several want the path, each has in flight what its weight gives it
+/// of the depth, and the rest stays free for jobs that come back. The daemon's own work counts as
+/// one more job without that bound.
 ///
 /// Among what a job waits for, classes take turns by bytes as well, so that each gets its share of
 /// what the job gets, and all of it where no other class waits (self-clocked fair queueing). A
@@ -74,6 +74,11 @@ class IoScheduler {
   /// `memory` stand in its line of demand from here on, behind who is there. Returns how many.
   size_t raise(JobId job, std::span<const std::byte> memory);
 
+  /// As much as a chunk of the transfer that next() returned may move. Longer ones than
+  /// IoPathLimits::chunk_bytes, which save the processor work, are for a job that is alone, and
+  /// never for scrub: nobody waits longer for them than for as many bytes in more chunks.
+  uint64_t chunk_bytes(const Transfer& transfer, bool may_be_long) const;
+
   uint32_t in_flight_count(uint16_t path) const { return paths_.at(path).in_flight_count; }
   void for_each_waiting(const std::function<void(const TransferPointer&)>& look) const;
 
@@ -103,8 +108,11 @@ class IoScheduler {
     explicit Path(const IoPathLimits& path_limits)
         : limits(path_limits), turns(path_limits.chunk_bytes) {}
 
+    bool has_room() const;
+
     IoPathLimits limits;
     uint32_t in_flight_count = 0;
+    uint64_t in_flight_bytes = 0;
     std::unordered_map<JobId, Line> lines;
     JobTurns turns;
     std::deque<TransferPointer> scrubs;

@@ -275,6 +275,10 @@ int64_t MemoryQueue::transfer_bytes(const IoOp& op, const std::optional<MemoryFa
   return static_cast<int64_t>(length_bytes);
 }
 
+TransferQueue::Stretch MemoryQueue::stretch(const std::byte*, uint64_t length_bytes) const {
+  return {.length_bytes = length_bytes, .is_light = options_.pages == PageKind::huge};
+}
+
 void MemoryQueue::before_complete(const Transfer& transfer) {
   if (transfer.request.kind != IoKind::write || !transfer.error.is_ok()) return;
   MemoryDisk* const disk = disks_[transfer.request.device].get();

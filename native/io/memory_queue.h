@@ -90,7 +90,8 @@ struct MemoryQueueOptions {
   uint64_t bytes_per_second = 0;
   /// Chunks are done in this random order; absent: in the order of their times, oldest first.
   std::optional<uint64_t> order_seed{};
-  TurnBudget* turn = nullptr;  // as IoQueueOptions::turn
+  TurnBudget* turn = nullptr;        // as IoQueueOptions::turn
+  PageKind pages = PageKind::small;  // of all memory
 };
 
 /// Answers EINVAL, as a file opened O_DIRECT does, to an operation that does not consist of whole
@@ -105,7 +106,7 @@ class MemoryQueue final : public TransferQueue {
   /// A device of the file's size, all zero. Every operation of a descriptor that is not open fails.
   uint16_t add_device(OwnedFd file, std::string path) override;
   uint16_t add_disk(std::shared_ptr<MemoryDisk> disk, std::string path);
-  void add_memory(std::span<std::byte>) override {}
+  void add_memory(std::span<std::byte>, PageKind) override {}
   void remove_memory(std::span<std::byte>) override {}
 
   MemoryDisk& disk(uint16_t device);
@@ -151,6 +152,7 @@ class MemoryQueue final : public TransferQueue {
   void start(IoOp& op) override;
   void collect() override;
   void wait_for_result() override;
+  Stretch stretch(const std::byte* data, uint64_t length_bytes) const override;
   void before_complete(const Transfer& transfer) override;
 
   std::optional<MemoryFault> next_fault(const IoOp& op);

@@ -21,7 +21,7 @@ class ThreadQueue final : public TransferQueue {
   const Status& status() const { return status_; }
   std::string_view name() const override { return "threads"; }
   uint16_t add_device(OwnedFd file, std::string path) override;
-  void add_memory(std::span<std::byte>) override {}  // system calls take any memory
+  void add_memory(std::span<std::byte>, PageKind) override {}  // system calls take any memory
   void remove_memory(std::span<std::byte>) override {}
 
  private:

@@ -62,9 +62,13 @@ class TransferQueue : public IoQueue {
   virtual void collect() = 0;
   /// Blocks until collect() has something to do; only called with ops in flight.
   virtual void wait_for_result() = 0;
-  /// How much of `length_bytes` at `data` one chunk may move, where the path takes them all; at
-  /// least a block.
-  virtual uint64_t chunk_bytes(const std::byte* data, uint64_t length_bytes) const;
+  /// The bytes from one place on that can be moved at once, at least a block.
+  struct Stretch {
+    uint64_t length_bytes = 0;
+    bool is_light = false;  // to start 4 MiB costs the processor less than 1 MiB of other memory
+  };
+  /// The first of `length_bytes` at `data`.
+  virtual Stretch stretch(const std::byte* data, uint64_t length_bytes) const;
   /// `transfer` is over and its `complete` runs next.
   virtual void before_complete(const Transfer&) {}
 
@@ -90,7 +94,7 @@ class TransferQueue : public IoQueue {
   /// True where something was started.
   bool start_waiting();
   bool is_turn_spent() const { return turn_ != nullptr && turn_->is_spent(); }
-  /// Its bytes.
+  /// Returns its bytes.
   uint64_t start_next_chunk(const std::shared_ptr<Transfer>& transfer);
   void start_again(IoOp& op);
   void finish_op(IoOp& op, Status status);

@@ -20,7 +20,7 @@ class UringQueue final : public TransferQueue {
 
   std::string_view name() const override { return "io_uring"; }
   uint16_t add_device(OwnedFd file, std::string path) override;
-  void add_memory(std::span<std::byte> memory) override;
+  void add_memory(std::span<std::byte> memory, PageKind pages) override;
   void remove_memory(std::span<std::byte> memory) override;
   IoQueueStatistics statistics() const override;
 
@@ -33,6 +33,7 @@ class UringQueue final : public TransferQueue {
   };
   struct Piece {
     uint64_t length_bytes = 0;
+    PageKind pages = PageKind::small;
     int slot = kUnregistered;  // number in the kernel's table
   };
   using Pieces = std::map<std::byte*, Piece>;
@@ -43,9 +44,12 @@ class UringQueue final : public TransferQueue {
   void flush() override;
   void collect() override;
   void wait_for_result() override;
-  uint64_t chunk_bytes(const std::byte* data, uint64_t length_bytes) const override;
+  Stretch stretch(const std::byte* data, uint64_t length_bytes) const override;
 
   Pieces::const_iterator piece_at(const std::byte* data) const;
+  /// Entries of the kernel's list that a registered one takes.
+  uint64_t entry_count(const Piece& piece) const;
+  bool is_worth_registering(const Piece& piece) const;
   void register_next();
   int register_piece(std::span<std::byte> memory);
   void unregister_piece(int slot);
@@ -58,7 +62,9 @@ class UringQueue final : public TransferQueue {
   std::vector<Device> devices_;
   Pieces pieces_;                    // by address
   uint64_t unregistered_count_ = 0;  // of pieces_: they wait, or were refused
-  std::deque<std::byte*> waiting_;   // to be registered
+  const bool joins_huge_pages_;
+  uint64_t entry_count_ = 0;        // of all that is registered
+  std::deque<std::byte*> waiting_;  // to be registered
   std::vector<int> slots_held_;  // of removed pieces: no transfer uses them, the kernel keeps them
   uint64_t held_retry_ns_ = 0;   // when it is asked again
   const std::function<int()> fail_unregister_;

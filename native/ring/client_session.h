@@ -102,6 +102,8 @@ class ClientSession {
   Status prefetch(uint32_t shard_id);
   /// The session has given its lease of the gradient back, and writes it no more before its step.
   Status gradient_is_final(uint32_t shard_id);
+  /// Tells the daemon something that it need not answer, and that may be lost.
+  Status hint(Opcode opcode, uint32_t shard_id);
   /// Requests from now on come after the step of this call, whichever of them reaches the daemon
   /// first; 0: after none that is on its way.
   void follow(uint64_t call) { after_call_.store(call, std::memory_order_relaxed); }
@@ -151,7 +153,6 @@ class ClientSession {
     Asked asked;
   };
   Status refuse_if_unusable() const;
-  Status hint(Opcode opcode, uint32_t shard_id);
   Status submit(std::span<const Request> requests);
   /// Into the ring, or nothing of them. Waits for places until `start_ns` + `timeout_ns`.
   Status ask(std::span<const WantedLease> wanted,

@@ -38,17 +38,20 @@ constexpr uint64_t timeout_ns_of(double timeout_s) {
 }
 
 /// `gradient_is_final`: it is written no more before the step that uses it. `gradient_unused`: what
-/// was leased ahead for it is not, and was not written. Hints, which are not answered.
+/// was leased ahead for it is not, and was not written. `rank_sum_ended`: the rank's own sum is in
+/// the sum of all. Hints, which are not answered.
 enum class Opcode : uint32_t {
   none = 0,
   lease = 1,
   prefetch = 2,
   gradient_is_final = 3,
-  gradient_unused = 4
+  gradient_unused = 4,
+  rank_sum_ended = 5
 };
 
-/// Which bytes of a shard.
-enum class Part : uint8_t { value = 0, gradient = 1 };
+/// Which bytes of a shard. `rank_sum`: the sum of the gradients that this rank has accumulated and
+/// not averaged with the other ranks yet.
+enum class Part : uint8_t { value = 0, gradient = 1, rank_sum = 2 };
 
 /// `read`: many at a time. `write` sees the old bytes; `overwrite` has undefined contents at first;
 /// both are alone.

@@ -155,7 +155,7 @@ bool ServerRing::take_uses(std::vector<Use>* uses, uint64_t count_max) {
                   .part = static_cast<Part>(word >> 36 & 0xf),
                   .mode = static_cast<LeaseMode>(word >> 40),
                   .is_resident = (word >> 32 & 0xf) != 0};
-    if (use.part > Part::gradient || use.mode > LeaseMode::overwrite) {
+    if (use.part > Part::rank_sum || use.mode > LeaseMode::overwrite) {
       broken_ = true;
       break;
     }

@@ -68,6 +68,7 @@ ShardStore& Server::store() { return thread_->store(); }
 
 Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
   if (request.fresh) {
+    if (Status gone_back = wait_for_return(request.name); !gone_back.is_ok()) return gone_back;
     // Its memory has to be back in the pool before the new job is admitted.
     const auto held = find_job(request.name);
     if (!held.is_ok() && held.status().code() != StatusCode::not_found) return held.status();
@@ -77,16 +78,7 @@ Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
   }
   // A stopped job that no catalogue named goes without being asked to.
   refill_pool();
-  const auto gone_back =
-      thread_->ask<Nothing>(kDrainS,
-                            "a job that goes back to a snapshot",
-                            [this, name = request.name](const auto& reply) {
-                              const auto held = store().reports().find_job(name);
-                              if (!held.is_ok()) return reply(Nothing{});
-                              store().returns_to_snapshots().when_ended(
-                                  held.value().job_id, [reply] { reply(Nothing{}); });
-                            });
-  if (!gone_back.is_ok()) return gone_back.status();
+  if (Status gone_back = wait_for_return(request.name); !gone_back.is_ok()) return gone_back;
   auto job =
       thread_->ask_for_more<JobInfo>(kAnswerS, "opening a job", [this, request](const auto& reply) {
         reply(store().admissions().open(request));
@@ -106,6 +98,16 @@ Result<JobInfo> Server::open_job(const OpenJobRequest& request) {
   if (committed.is_ok()) return job;
   [[maybe_unused]] const Status dropped = drop_job(job_id, false);
   return committed.status();
+}
+
+Status Server::wait_for_return(const std::string& job) {
+  return status_of(thread_->ask<Nothing>(
+      kDrainS, "a job that goes back to a snapshot", [this, job](const auto& reply) {
+        const auto held = store().reports().find_job(job);
+        if (!held.is_ok()) return reply(Nothing{});
+        store().returns_to_snapshots().when_ended(held.value().job_id,
+                                                  [reply] { reply(Nothing{}); });
+      }));
 }
 
 Result<JobInfo> Server::find_job(const std::string& name) {
@@ -143,7 +145,12 @@ Status Server::set_job_weight(uint64_t job_id, JobWeight weight) {
 Status Server::drop_job(uint64_t job_id, bool force) {
   auto result =
       thread_->ask<Nothing>(kDrainS, "dropping a job", [this, job_id, force](const auto& reply) {
-        store().drop_job(job_id, force, [reply](const Status& status) { reply(nothing(status)); });
+        const auto drop = [this, job_id, force, reply] {
+          store().drop_job(
+              job_id, force, [reply](const Status& status) { reply(nothing(status)); });
+        };
+        // The snapshot of a load that broke off is the daemon's own to drop.
+        force ? drop() : store().returns_to_snapshots().when_ended(job_id, drop);
       });
   refill_pool();
   return status_of(result);
@@ -181,34 +188,37 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner, 
     }
   };
   using Pointer = std::shared_ptr<Answer>;
+  const auto attach_now = [this, job_id, owner](const auto& reply) {
+    auto session = store().attach(job_id, owner);
+    if (!session.is_ok()) return reply(session.status());
+    const auto job = store().job_of(session.value()->session_id);
+    if (!job.is_ok()) return reply(job.status());
+    const uint64_t session_id = session.value()->session_id;
+    const auto refuse = [&](const Status& status) {
+      [[maybe_unused]] const auto leases = store().detach(session_id);
+      reply(status);
+    };
+    auto answer = std::make_shared<Answer>();
+    SessionGrant* const grant = &answer->grant;
+    grant->session_id = session_id;
+    grant->segment_bytes = job.value()->memory()->arena().segment_bytes();
+    grant->arena_reserved_bytes = job.value()->memory()->arena().reserved_bytes();
+    for (auto [from, into] : {std::pair{session.value()->ring.session_fd(), &grant->session},
+                              std::pair{job.value()->cache().table().memory().fd(), &grant->table},
+                              std::pair{session.value()->ring.doorbell_fd(), &grant->doorbell}}) {
+      auto copy = duplicate(from);
+      if (!copy.is_ok()) return refuse(copy.status());
+      *into = std::move(copy).value();
+    }
+    if (Status status = thread_->watch(*session.value()); !status.is_ok()) return refuse(status);
+    answer->server = this;
+    reply(answer);
+  };
   auto result = thread_->ask_for_more<Pointer>(
-      timeout_s, "attaching", [this, job_id, owner](const auto& reply) {
-        auto session = store().attach(job_id, owner);
-        if (!session.is_ok()) return reply(session.status());
-        const auto job = store().job_of(session.value()->session_id);
-        if (!job.is_ok()) return reply(job.status());
-        const uint64_t session_id = session.value()->session_id;
-        const auto refuse = [&](const Status& status) {
-          [[maybe_unused]] const auto leases = store().detach(session_id);
-          reply(status);
-        };
-        auto answer = std::make_shared<Answer>();
-        SessionGrant* const grant = &answer->grant;
-        grant->session_id = session_id;
-        grant->segment_bytes = job.value()->memory()->arena().segment_bytes();
-        grant->arena_reserved_bytes = job.value()->memory()->arena().reserved_bytes();
-        for (auto [from, into] :
-             {std::pair{session.value()->ring.session_fd(), &grant->session},
-              std::pair{job.value()->cache().table().memory().fd(), &grant->table},
-              std::pair{session.value()->ring.doorbell_fd(), &grant->doorbell}}) {
-          auto copy = duplicate(from);
-          if (!copy.is_ok()) return refuse(copy.status());
-          *into = std::move(copy).value();
-        }
-        if (Status status = thread_->watch(*session.value()); !status.is_ok())
-          return refuse(status);
-        answer->server = this;
-        reply(answer);
+      timeout_s, "attaching", [this, job_id, attach_now](const auto& reply) {
+        // The session before may have ended since the job was opened.
+        store().returns_to_snapshots().when_ended(job_id,
+                                                  [attach_now, reply] { attach_now(reply); });
       });
   if (!result.is_ok()) {
     refill_pool_after(result.status());
@@ -375,18 +385,6 @@ Result<std::unique_ptr<ServiceLease>> Server::lease(
   return lease;
 }
 
-ServiceLease::ServiceLease(ServerThread& thread, uint64_t job_id, const LeaseGrant& grant)
-    : thread_(&thread), job_id_(job_id), grant_(grant) {
-  thread.begin_service_lease();
-}
-
-void ServiceLease::release(bool discard) {
-  ServerThread* const thread = std::exchange(thread_, nullptr);
-  if (thread == nullptr) return;
-  thread->end_service_lease(job_id_, grant_, discard);
-  kept_.reset();
-}
-
 Result<ServerStatistics> Server::statistics() {
   return thread_->ask_reading<ServerStatistics>("counting", [this](const auto& reply) {
     ServerStatistics statistics = store().reports().statistics();
@@ -452,8 +450,12 @@ Status Server::stop(double timeout_s) {
     if (!job.lost_shards.empty()) continue;
     auto synced = thread_->ask<StepReport>(
         left_s(), "the last sync", [this, id = job.job_id](const auto& reply) {
-          store().operations().sync_job(id, [reply](const Status& done, const StepReport& report) {
-            reply(value_or(done, report));
+          // A load that ended with its session is gone from disk first.
+          store().returns_to_snapshots().when_ended(id, [this, id, reply] {
+            store().operations().sync_job(id,
+                                          [reply](const Status& done, const StepReport& report) {
+                                            reply(value_or(done, report));
+                                          });
           });
         });
     if (!synced.is_ok() && status.is_ok()) status = synced.status();

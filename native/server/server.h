@@ -16,6 +16,7 @@
 #include "server/moment_calls.h"
 #include "server/rank_calls.h"
 #include "server/server_thread.h"
+#include "server/service_lease.h"
 #include "server/snapshot_calls.h"
 #include "store/shard_store.h"
 
@@ -29,33 +30,6 @@ struct SessionGrant {
   OwnedFd doorbell;
   uint64_t segment_bytes = 0;
   uint64_t arena_reserved_bytes = 0;
-};
-
-class Server;
-
-/// Bytes of a shard pinned for a gRPC stream, whatever becomes of the session, and mapped until it
-/// is released. Released when destroyed; any thread.
-class ServiceLease {
- public:
-  /// On the server thread, which must not hold its own server: who is granted the lease calls
-  /// keep().
-  ServiceLease(ServerThread& thread, uint64_t job_id, const LeaseGrant& grant);
-  ~ServiceLease() { release(false); }
-  ServiceLease(const ServiceLease&) = delete;
-  ServiceLease& operator=(const ServiceLease&) = delete;
-
-  std::byte* data() const { return grant_.data; }
-  uint64_t bytes() const { return grant_.length_bytes; }
-  /// Readers see what was written; with `discard`, an overwrite of a blob leaves no
-  /// trace. Only the first call counts.
-  void release(bool discard);
-  void keep(std::shared_ptr<Server> server) { kept_ = std::move(server); }
-
- private:
-  ServerThread* thread_;  // null once it was released
-  std::shared_ptr<Server> kept_;
-  uint64_t job_id_;
-  LeaseGrant grant_;
 };
 
 /// Every public method may be called from any thread and waits for the server thread, at most its
@@ -142,6 +116,8 @@ class Server : public std::enable_shared_from_this<Server> {
   void give_up_session(uint64_t session_id);
   void refill_pool();
   void refill_pool_after(const Status& refusal);
+  /// If the job goes back to a snapshot by itself.
+  Status wait_for_return(const std::string& job);
 
   const StartReport report_;
   const std::shared_ptr<DescriptorKeeper> keeper_;

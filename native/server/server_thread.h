@@ -29,6 +29,13 @@ namespace memd {
 /// is killed by the watchdog.
 inline constexpr double kAnswerS = 60;
 
+/// An answer that ServerThread::wait() waits for.
+template <typename T>
+struct Asked {
+  const char* what;
+  std::future<Result<T>> answer;  // invalid: nobody will answer
+};
+
 /// Runs an engine in turns: commands of other threads, and what devices, workers and the store have
 /// to do. TurnBudget and TurnCircle bound each turn. Sleeps when a turn finds nothing. ask() and
 /// post() may be called from any thread and run their argument on the server thread; store() and
@@ -48,12 +55,20 @@ class ServerThread {
   Result<T> ask(double timeout_s,
                 const char* what,
                 std::function<void(std::function<void(Result<T>)>)> start);
+  /// The two halves of ask(). What was begun goes on if nobody waits for it.
+  template <typename T>
+  Asked<T> begin_ask(const char* what, std::function<void(std::function<void(Result<T>)>)> start);
+  template <typename T>
+  Result<T> wait(Asked<T>& asked, double timeout_s);
   /// As ask(), for what takes memory of its own or keeps some: refused before it begins where the
   /// daemon has none to spare.
   template <typename T>
   Result<T> ask_for_more(double timeout_s,
                          const char* what,
                          std::function<void(std::function<void(Result<T>)>)> start);
+  template <typename T>
+  Asked<T> begin_ask_for_more(const char* what,
+                              std::function<void(std::function<void(Result<T>)>)> start);
   /// As ask(), for what changes nothing: if memory runs out for the answer, that is the answer.
   template <typename T>
   Result<T> ask_reading(const char* what,
@@ -106,12 +121,27 @@ template <typename T>
 Result<T> ServerThread::ask(double timeout_s,
                             const char* what,
                             std::function<void(std::function<void(Result<T>)>)> start) {
+  Asked<T> asked = begin_ask<T>(what, std::move(start));
+  return wait(asked, timeout_s);
+}
+
+template <typename T>
+Asked<T> ServerThread::begin_ask(const char* what,
+                                 std::function<void(std::function<void(Result<T>)>)> start) {
   const auto promise = std::make_shared<std::promise<Result<T>>>();
-  auto answer = promise->get_future();
+  Asked<T> asked{.what = what, .answer = promise->get_future()};
   const bool accepted = post([start = std::move(start), promise] {
     start([promise](Result<T> result) { promise->set_value(std::move(result)); });
   });
-  if (!accepted) return error(StatusCode::unavailable, "the daemon is stopping");
+  if (!accepted) asked.answer = {};
+  return asked;
+}
+
+template <typename T>
+Result<T> ServerThread::wait(Asked<T>& asked, double timeout_s) {
+  const char* const what = asked.what;
+  std::future<Result<T>>& answer = asked.answer;
+  if (!answer.valid()) return error(StatusCode::unavailable, "the daemon is stopping");
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
   // In slices: a daemon that was stopped by force answers nobody.
   constexpr auto kSlice = std::chrono::milliseconds(200);
@@ -141,7 +171,14 @@ template <typename T>
 Result<T> ServerThread::ask_for_more(double timeout_s,
                                      const char* what,
                                      std::function<void(std::function<void(Result<T>)>)> start) {
-  return ask<T>(timeout_s, what, [what, start = std::move(start)](const auto& reply) {
+  Asked<T> asked = begin_ask_for_more<T>(what, std::move(start));
+  return wait(asked, timeout_s);
+}
+
+template <typename T>
+Asked<T> ServerThread::begin_ask_for_more(
+    const char* what, std::function<void(std::function<void(Result<T>)>)> start) {
+  return begin_ask<T>(what, [what, start = std::move(start)](const auto& reply) {
     has_reserve() ? start(reply) : reply(no_memory_for(what));
   });
 }

@@ -28,6 +28,25 @@ Status SnapshotCalls::drop(uint64_t job_id, const std::string& name, double time
   return dropped.status();
 }
 
+Status SnapshotCalls::end_load(uint64_t session_id,
+                               const std::string& name,
+                               double timeout_s) const {
+  const auto ended = thread_.ask<bool>(
+      timeout_s, "ending a load", [thread = &thread_, session_id, name](const auto& reply) {
+        thread->store().snapshots().end_load(session_id, name, [reply](const Status& status) {
+          reply(status.is_ok() ? Result<bool>(true) : Result<bool>(status));
+        });
+      });
+  return ended.status();
+}
+
+Result<std::vector<std::string>> SnapshotCalls::take_notes() const {
+  return thread_.ask<std::vector<std::string>>(
+      kAnswerS, "looking for loads that broke off", [thread = &thread_](const auto& reply) {
+        reply(thread->store().returns_to_snapshots().take_notes());
+      });
+}
+
 Result<std::vector<SnapshotInfo>> SnapshotCalls::list(uint64_t job_id) const {
   return thread_.ask_reading<std::vector<SnapshotInfo>>(
       "listing snapshots", [thread = &thread_, job_id](const auto& reply) {

@@ -19,7 +19,10 @@ class SnapshotCalls {
   Result<SnapshotInfo> create(const SnapshotRequest& request, double timeout_s) const;
   Result<SnapshotInfo> restore(uint64_t job_id, const std::string& name, double timeout_s) const;
   Status drop(uint64_t job_id, const std::string& name, double timeout_s) const;
+  Status end_load(uint64_t session_id, const std::string& name, double timeout_s) const;
   Result<std::vector<SnapshotInfo>> list(uint64_t job_id) const;
+  /// As ReturnsToSnapshots has them.
+  Result<std::vector<std::string>> take_notes() const;
 
   // SnapshotReadings.
   Result<SnapshotReading> begin_reading(const SnapshotReadingRequest& request) const;

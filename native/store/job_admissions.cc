@@ -37,7 +37,9 @@ Result<JobInfo> JobAdmissions::open(const OpenJobRequest& request) {
   if (job.ending() != nullptr) {
     return error(StatusCode::unavailable, "job ", job.name(), " ", job.ending(), "; try again");
   }
-  if (!job.progress().stopped().is_ok()) return job.progress().stopped();
+  // The store's attach() says more of a job that is half loaded.
+  const bool is_stopped = !job.progress().stopped().is_ok() && !job.progress().is_loading();
+  if (is_stopped) return job.progress().stopped();
   if (Status status = set_durability(job, request); !status.is_ok()) return status;
   if (job.memory() == nullptr) {
     // It was admitted to another pool, maybe: what is asked for now counts.

@@ -1,5 +1,6 @@
 #include "store/job_load.h"
 
+#include <set>
 #include <utility>
 
 #include "base/bulk_bytes.h"
@@ -134,9 +135,20 @@ Status JobLoad::load(const JobRecord& record) {
   Job& known = store_.jobs.put(std::move(job));
   for (const Snapshot* const each : parts_.snapshots.of_job(record.job_id))
     known.admission().add_snapshots(each->space);
+  const Snapshot* const before_load = parts_.snapshots.of_load(record.job_id);
+  if (before_load != nullptr) go_on_loading(known, *before_load);
   parts_.admissions.apply_weight(record.job_id, known.admission().weight());
   for (ClosedStep& step : steps) to_redo_.push_back({.job = &known, .step = std::move(step)});
   return Status::ok();
+}
+
+void JobLoad::go_on_loading(Job& job, const Snapshot& before) {
+  job.progress().set_loading(true);
+  const std::set<ExtentRecord> kept(before.extents->begin(), before.extents->end());
+  SnapshotSpace shared;
+  for (const ExtentRecord& extent : job.extents())
+    shared.load_shared_bytes += kept.contains(extent) ? extent.length_bytes : 0;
+  job.admission().add_snapshots(shared);
 }
 
 Result<std::unique_ptr<Job>> JobLoad::adopt(RememberedJob& remembered) {

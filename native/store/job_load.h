@@ -55,6 +55,8 @@ class JobLoad {
   void take_ledgers();
   /// From memory, where its ledger is there and memory is whole, or else from disk.
   Status load(const JobRecord& record);
+  /// A load into it was not complete. Its session may come back.
+  void go_on_loading(Job& job, const Snapshot& before);
   /// The job as the daemon before had it, or why it starts from disk.
   Result<std::unique_ptr<Job>> adopt(RememberedJob& remembered);
   void forget_rest();

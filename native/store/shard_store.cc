@@ -215,6 +215,7 @@ Result<std::shared_ptr<Session>> ShardStore::attach(uint64_t job_id, const Sessi
   if (job->ending() != nullptr) {
     return error(StatusCode::unavailable, "job ", job->name(), " ", job->ending(), "; try again");
   }
+  if (job->progress().is_loading()) return returns_.load_in_the_way(*job);
   if (!job->progress().stopped().is_ok()) return job->progress().stopped();
   if (job->memory() == nullptr) {
     if (Status status = memory_.give(*job); !status.is_ok()) return status;
@@ -284,6 +285,7 @@ Result<uint32_t> ShardStore::detach(uint64_t session_id) {
   for (LeaseWaiter& waiter : given_up) {
     waiter.refuse(error(StatusCode::fenced, "the session has ended: ", session_id));
   }
+  if (job.progress().is_loading()) returns_.begin(job.job_id());
   return lease_count;
 }
 
@@ -311,8 +313,9 @@ Result<std::pair<std::vector<ShardInfo>, bool>> ShardStore::declare(uint64_t ses
 
 // ---- Leases -------------------------------------------------------------------------------------
 
-void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
-  if (request.part > Part::gradient || request.mode > LeaseMode::overwrite) {
+void ShardStore::lease(const LeaseRequest& asked, LeaseReply reply) {
+  LeaseRequest request = asked;
+  if (request.part > Part::rank_sum || request.mode > LeaseMode::overwrite) {
     return reply(error(StatusCode::invalid_argument, "unknown part or mode of a lease"), {});
   }
   if (!has_reserve()) return reply(no_memory_for("a lease"), {});
@@ -320,7 +323,14 @@ void ShardStore::lease(const LeaseRequest& request, LeaseReply reply) {
   if (!found.is_ok()) return reply(found.status(), {});
   Job& job = *found.value();
   if (!job.progress().stopped().is_ok()) return reply(job.progress().stopped(), {});
-  if (job.shards().find_entry(request.shard_id, request.part) == nullptr) {
+  if (request.part == Part::rank_sum) {
+    const auto rank = job.cache().group().ranks().rank_of(request.session_id);
+    if (!rank) return reply(error(StatusCode::invalid_argument, "the session is no rank"), {});
+    request.rank = *rank;
+    if (job.shards().find_entry(request.shard_id, Part::gradient) != nullptr)
+      job.shards().rank_sums().make(*rank, job.shards()[request.shard_id].bucket);
+  }
+  if (find_entry(job.shards(), request) == nullptr) {
     return reply(error(StatusCode::not_found,
                        "job ",
                        job.name(),
@@ -437,9 +447,9 @@ bool ShardStore::serve(Session& session) {
       session.ring.refuse_client();
       break;
     }
-    const bool known = request.opcode >= Opcode::lease && request.opcode <= Opcode::gradient_unused;
+    const bool known = request.opcode >= Opcode::lease && request.opcode <= Opcode::rank_sum_ended;
     const bool valid =
-        known && request.part <= Part::gradient && request.mode <= LeaseMode::overwrite;
+        known && request.part <= Part::rank_sum && request.mode <= LeaseMode::overwrite;
     const uint64_t session_id = session.session_id;
     if (!valid) {
       reports_.count_protocol_error();
@@ -455,6 +465,10 @@ bool ShardStore::serve(Session& session) {
     }
     if (request.opcode == Opcode::gradient_unused) {
       gradients_.unused(session_id, request.shard_id);
+      continue;
+    }
+    if (request.opcode == Opcode::rank_sum_ended) {
+      gradients_.end_rank_sum(session_id, request.shard_id);
       continue;
     }
     const bool prefetch = request.opcode == Opcode::prefetch;

@@ -123,7 +123,7 @@ std::vector<Activity> StoreReports::in_flight() const {
     job->cache().waiters().for_each([&](const LeaseWaiter& waiter) {
       const LeaseRequest& request = waiter.request();
       std::string what = concat("shard ", job->shards()[request.shard_id].name());
-      if (request.part == Part::gradient) what += " gradient";
+      if (request.part != Part::value) what += " gradient";
       what += request.mode == LeaseMode::read ? ", to read" : ", to write";
       add(job,
           job->job_id(),
@@ -133,9 +133,8 @@ std::vector<Activity> StoreReports::in_flight() const {
           waiter.started_ns());
     });
     const std::vector<Operations::Open> operations = job->operations().open();
-    for (size_t i = 0; i < operations.size(); ++i) {
-      const Operations::Open& each = operations[i];
-      std::string before = i == 0 ? "" : concat("the ", operations.front().kind, " before it");
+    for (const Operations::Open& each : operations) {
+      std::string before = each.runs ? "" : concat("the ", operations.front().kind, " before it");
       add(job,
           job->job_id(),
           {.kind = each.kind, .what = each.phase, .waits_on = std::move(before)},

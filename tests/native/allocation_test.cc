@@ -169,6 +169,7 @@ TEST_F(NoMemoryTest, each_call_that_takes_memory_is_refused_and_those_that_give_
   StepRequest step;
   step.session_id = session_id;
   memory_runs_out();
+  MomentCalls::Write write = server_->moments().begin_write({}, 0, NewMoments());
   const std::vector<Status> refused{
       server_->open_job({.name = "other", .uid = 1, .host_bytes = 20_MiB}).status(),
       server_->attach(job_id).status(),
@@ -178,7 +179,7 @@ TEST_F(NoMemoryTest, each_call_that_takes_memory_is_refused_and_those_that_give_
       server_->expect_step(session_id, {}),
       server_->sync(session_id, 10).status(),
       server_->moments().read({}, 10).status(),
-      server_->moments().write({}, 0, {}, 10),
+      server_->moments().wait(write, 10),
       server_->set_job_weight(job_id, JobWeight()),
       server_->begin_check({}).status(),
       server_->snapshots().create({.job_id = job_id, .name = "s"}, 10).status(),

@@ -367,6 +367,24 @@ TEST(Catalogue, only_a_root_with_snapshots_is_refused_by_who_does_not_know_them)
   EXPECT_EQ(std::to_integer<int>(encode(root_with_snapshot())[24]), 2);
 }
 
+TEST(Catalogue, a_root_with_a_load_is_refused_by_who_would_take_half_of_it_for_the_job) {
+  const auto features = [](const std::string& name) {
+    RootRecord root = root_with_snapshot();
+    root.snapshots.edit()[0].name = name;
+    return std::to_integer<int>(encode(root)[24]);
+  };
+  EXPECT_EQ(features("load/20261126T092228Z-0123456789ab"), 2 | 4);
+  for (const char* const chosen_by_a_user : {"load/",
+                                             "load/before",
+                                             "load/20261126T092228Z-0123456789a",
+                                             "load/20261126T092228Z-0123456789abc",
+                                             "load/20261126T092228Z-0123456789aB",
+                                             "load/20261126T09222xZ-0123456789ab",
+                                             "load/20261126 092228Z-0123456789ab",
+                                             "async_save/20261126T092228Z-0123456789ab"})
+    EXPECT_EQ(features(chosen_by_a_user), 2) << chosen_by_a_user;
+}
+
 TEST(Catalogue, snapshots_that_contradict_themselves_are_refused) {
   const auto refuse = [](const std::string& named, const std::function<void(RootRecord&)>& spoil) {
     RootRecord root = root_with_snapshot();

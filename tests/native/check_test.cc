@@ -454,8 +454,8 @@ TEST_F(CheckTest, a_check_that_is_broken_off_ends) {
 // The feature words of the header, each way.
 
 TEST_F(CheckTest, an_unknown_incompatible_feature_is_refused_by_all_and_named) {
-  write_superblock(with<24, 4>);
-  refused(StatusCode::not_yet, "unknown incompatible feature, bit 2");
+  write_superblock(with<24, 128>);
+  refused(StatusCode::not_yet, "unknown incompatible feature, bit 7");
   EXPECT_EQ(list_volumes(directories()).status().code(), StatusCode::not_yet);
   const std::string before = bytes_of(0) + bytes_of(1);
   EXPECT_EQ(opened().code(), StatusCode::not_yet);
@@ -494,7 +494,7 @@ TEST_F(CheckTest, a_newer_major_version_is_refused_and_left_as_it_is) {
 
 TEST_F(CheckTest, features_of_a_catalogue_count_like_those_of_a_superblock) {
   const auto resealed = [](std::vector<std::byte> bytes, size_t offset) {
-    bytes[offset] = std::byte{4};
+    bytes[offset] = std::byte{128};
     const uint64_t checksum = record_checksum(std::span(bytes).first(bytes.size() - 8));
     std::memcpy(bytes.data() + bytes.size() - 8, &checksum, 8);
     return bytes;
@@ -504,7 +504,7 @@ TEST_F(CheckTest, features_of_a_catalogue_count_like_those_of_a_superblock) {
   EXPECT_TRUE(check().findings.empty());
   EXPECT_EQ(decode_job(resealed(plain, 32)).status().code(), StatusCode::not_yet);
   write_catalogue(resealed(plain, 24));
-  refused(StatusCode::not_yet, "unknown incompatible feature, bit 2");
+  refused(StatusCode::not_yet, "unknown incompatible feature, bit 7");
 }
 
 TEST_F(CheckTest, volumes_are_removed_only_by_the_uuid_of_their_set) {

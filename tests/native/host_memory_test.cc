@@ -34,7 +34,7 @@ class AddressLimit {
   rlimit before_{};
 };
 
-TEST(JobMemoryTest, small_pages_alone_are_registered_with_the_kernel) {
+TEST(JobMemoryTest, the_queue_is_told_which_pages_are_huge) {
   for (const bool is_gathered : {false, true}) {
     std::vector<Segment> segments;
     for (uint64_t i = 0; i < JobMemory::segment_count_min(kSegmentBytes) + 2; ++i) {
@@ -50,6 +50,7 @@ TEST(JobMemoryTest, small_pages_alone_are_registered_with_the_kernel) {
     while (memory.value()->grow_arena() || memory.value()->grow_private()) {
     }
     EXPECT_EQ(io.memory_bytes, is_gathered ? 0 : memory.value()->bytes());
+    EXPECT_EQ(io.huge_memory_bytes, is_gathered ? memory.value()->bytes() : 0);
   }
 }
 

@@ -563,6 +563,19 @@ TEST_F(HostTier, a_write_that_fails_in_a_snapshot_leaves_each_tile_a_place_of_it
   }
 }
 
+/// A step meets a spilled gradient that is damaged.
+Status step_that_fails_half_way(Heart& heart, Training& training, MemoryDisk& disk) {
+  training.write_gradients();
+  const Entry& gradient = *training.job().shards().find_entry(training.ids()[0], Part::gradient);
+  const uint64_t arena_bytes = training.job().memory()->arena_bytes_max();
+  const auto blob = heart.declare(training.session(), {bytes_shard("blob", arena_bytes)});
+  heart.write(training.session(), blob[0], pattern(arena_bytes, 1));
+  EXPECT_TRUE(gradient.has_replica());
+  const ExtentRecord lost = gradient.replicas()[1].extent();
+  disk.bytes()[lost.address.offset_bytes + 5] ^= std::byte{1};
+  return heart.step(training.request()).first;
+}
+
 TEST_F(HostTier, a_step_that_fails_half_way_says_which_snapshot_the_job_goes_on_from) {
   for (const bool has_snapshot : {false, true}) {
     disk_ = std::make_shared<MemoryDisk>(kDiskBytes);
@@ -573,15 +586,7 @@ TEST_F(HostTier, a_step_that_fails_half_way_says_which_snapshot_the_job_goes_on_
     const std::vector<Twin> kept = training.twins;
     if (has_snapshot) ASSERT_TRUE(training.snapshot("s").is_ok());
     ASSERT_TRUE(training.step().first.is_ok());
-    training.write_gradients();
-    const Entry& gradient = *training.job().shards().find_entry(training.ids()[0], Part::gradient);
-    const uint64_t arena_bytes = training.job().memory()->arena_bytes_max();
-    const auto blob = heart.declare(training.session(), {bytes_shard("blob", arena_bytes)});
-    heart.write(training.session(), blob[0], pattern(arena_bytes, 1));
-    ASSERT_TRUE(gradient.has_replica());
-    const ExtentRecord lost = gradient.replicas()[1].extent();
-    disk_->bytes()[lost.address.offset_bytes + 5] ^= std::byte{1};
-    const Status failed = heart.step(training.request()).first;
+    const Status failed = step_that_fails_half_way(heart, training, *disk_);
     ASSERT_FALSE(failed.is_ok());
     const auto says = [&](const char* text) {
       return failed.message().find(text) != std::string::npos;
@@ -604,6 +609,30 @@ TEST_F(HostTier, a_step_that_fails_half_way_says_which_snapshot_the_job_goes_on_
     Training after(heart, training, session.value());
     after.expect_equal();
   }
+}
+
+TEST_F(HostTier, a_step_that_fails_half_way_takes_it_to_the_snapshot_that_it_stands_on) {
+  Heart heart(disk_, kSegments);
+  Training training(heart, {});
+  training.write_all();
+  for (const char* const name : {"first", "second"}) {
+    ASSERT_TRUE(training.step().first.is_ok());
+    ASSERT_TRUE(training.snapshot(name).is_ok());
+  }
+  ASSERT_TRUE(training.go_back("first").is_ok());
+  // Past the step of "second".
+  for (int step = 0; step < 2; ++step) ASSERT_TRUE(training.step().first.is_ok());
+  ASSERT_TRUE(training.snapshot("third").is_ok());
+  ASSERT_TRUE(training.step().first.is_ok());
+  ASSERT_TRUE(training.drop("third").is_ok());
+  const Status failed = step_that_fails_half_way(heart, training, *disk_);
+  EXPECT_NE(failed.message().find("from its last snapshot, at step 1"), std::string::npos)
+      << failed.message();
+  ASSERT_TRUE(heart.store().detach(training.session()).is_ok());
+  heart.turns();
+  const auto session = attach_again(heart);
+  ASSERT_TRUE(session.is_ok()) << session.status().message();
+  EXPECT_EQ(heart.job(session.value()).progress().committed_step(), 1U);
 }
 
 TEST_F(HostTier,
@@ -696,6 +725,58 @@ TEST_F(HostTier, its_durable_step_is_that_of_the_last_snapshot_that_it_has) {
   EXPECT_EQ(progress.durable_step(), 1U);
   ASSERT_TRUE(training.drop("first").is_ok());
   EXPECT_EQ(progress.durable_step(), 0U);
+}
+
+/// Cuts the power. Returns the step at which the job is then, and what the log says of it.
+std::pair<uint64_t, std::string> left_after_power_cut(MemoryDisk& disk) {
+  const auto copy = std::make_shared<MemoryDisk>(disk);
+  copy->crash([](const UnsyncedWrite&) { return false; });
+  Heart heart(copy, kSegments);
+  EXPECT_TRUE(heart.loaded.is_ok()) << heart.loaded.message();
+  const auto session = attach_again(heart);
+  EXPECT_TRUE(session.is_ok()) << session.status().message();
+  if (!session.is_ok()) return {};
+  const std::vector<std::string>& notes = heart.store().load_notes();
+  return {heart.job(session.value()).progress().committed_step(), notes.empty() ? "" : notes[0]};
+}
+
+TEST_F(HostTier, a_power_cut_takes_it_to_the_snapshot_that_it_stands_on_and_not_to_one_it_left) {
+  Heart heart(disk_, kSegments);
+  Training training(heart, {});
+  training.write_all();
+  const auto train = [&](int count) {
+    for (int i = 0; i < count; ++i) ASSERT_TRUE(training.step().first.is_ok());
+    ASSERT_TRUE(heart.sync(training.session()).is_ok());
+  };
+  const auto expect_left = [&](const std::string& name, uint64_t step) {
+    SCOPED_TRACE(name);
+    EXPECT_EQ(training.job().progress().durable_step(), step);
+    const auto [left, note] = left_after_power_cut(*disk_);
+    EXPECT_EQ(left, step);
+    EXPECT_NE(note.find(concat("goes back to snapshot ", name, ", at step ", step)),
+              std::string::npos)
+        << note;
+  };
+  for (const char* const name : {"a0", "a", "b"}) {
+    train(1);
+    ASSERT_TRUE(training.snapshot(name).is_ok());
+  }
+  train(1);
+  expect_left("b", 3);
+  ASSERT_TRUE(training.go_back("a").is_ok());
+  // It trains past the step of "b" again.
+  train(3);
+  expect_left("a", 2);
+  ASSERT_TRUE(training.snapshot("c").is_ok());
+  train(1);
+  expect_left("c", 5);
+  ASSERT_TRUE(training.drop("c").is_ok());
+  expect_left("a", 2);
+  ASSERT_TRUE(training.drop("a").is_ok());
+  expect_left("a0", 1);
+  // Nothing is left of those that it stood on.
+  ASSERT_TRUE(training.drop("a0").is_ok());
+  expect_left("b", 3);
 }
 
 TEST_F(HostTier, a_snapshot_with_lost_bytes_is_no_durable_step) {

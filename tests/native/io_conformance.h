@@ -234,8 +234,8 @@ TEST_P(IoConformance, memory_comes_and_goes_while_other_memory_is_in_use) {
     submit({.device = device, .offset_bytes = 8_MiB, .data = busy.span()});
     Block memory(5_MiB);
     // Two pieces side by side: the transfer crosses their border.
-    queue_->add_memory(memory.span().first(1_MiB));
-    queue_->add_memory(memory.span().subspan(1_MiB));
+    queue_->add_memory(memory.span().first(1_MiB), PageKind::small);
+    queue_->add_memory(memory.span().subspan(1_MiB), PageKind::small);
     submit({.device = device, .data = memory.span()});
     run_until([this] { return statuses_.size() == 2; });
     EXPECT_TRUE(statuses_[0].is_ok() && statuses_[1].is_ok());

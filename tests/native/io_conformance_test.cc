@@ -117,7 +117,7 @@ TEST(UringQueue, memory_that_can_be_registered_is_and_statistics_say_so) {
   UringQueue& queue = *made.value();
   EXPECT_FALSE(queue.statistics().registered_buffers);
   Block block(1_MiB);
-  queue.add_memory(block.span());
+  queue.add_memory(block.span(), PageKind::small);
   queue.reap();
   EXPECT_TRUE(queue.statistics().registered_buffers);
   queue.remove_memory(block.span());
@@ -130,7 +130,7 @@ TEST(UringQueue, a_reap_registers_one_piece_and_asks_for_the_next_turn) {
   if (!made.is_ok()) GTEST_SKIP() << made.status().message();
   UringQueue& queue = *made.value();
   Block block(10_MiB);  // three pieces
-  queue.add_memory(block.span());
+  queue.add_memory(block.span(), PageKind::small);
   uint64_t woken = 0;
   for (int reap_count = 0; reap_count < 3; ++reap_count) {
     EXPECT_FALSE(queue.statistics().registered_buffers) << reap_count;
@@ -143,12 +143,37 @@ TEST(UringQueue, a_reap_registers_one_piece_and_asks_for_the_next_turn) {
 
   // The queue skips pieces that were removed before their turn, and registers one that came back.
   queue.remove_memory(block.span());
-  queue.add_memory(block.span());
+  queue.add_memory(block.span(), PageKind::small);
   queue.remove_memory(block.span());
-  queue.add_memory(block.span().first(1_MiB));
+  queue.add_memory(block.span().first(1_MiB), PageKind::small);
   for (int reap_count = 0; reap_count < 4; ++reap_count) queue.reap();
   EXPECT_TRUE(queue.statistics().registered_buffers);
   queue.remove_memory(block.span().first(1_MiB));
+}
+
+TEST(UringQueue, huge_pages_are_registered_unless_the_kernel_would_look_through_much_else) {
+  auto made = UringQueue::create({});
+  if (!made.is_ok()) GTEST_SKIP() << made.status().message();
+  UringQueue& queue = *made.value();
+  Block huge(4_MiB);
+  const auto add_huge = [&] {
+    queue.add_memory(huge.span(), PageKind::huge);
+    queue.reap();
+    const bool are_all_registered = queue.statistics().registered_buffers;
+    queue.remove_memory(huge.span());
+    return are_all_registered;
+  };
+  EXPECT_TRUE(add_huge());
+
+  constexpr uint64_t kPieceCount = 9;  // of 1,024 entries each
+  Block small(kPieceCount * 4_MiB);
+  queue.add_memory(small.span(), PageKind::small);
+  for (uint64_t i = 0; i < kPieceCount; ++i) queue.reap();
+  EXPECT_TRUE(queue.statistics().registered_buffers);
+  EXPECT_FALSE(add_huge());
+
+  queue.remove_memory(small.span());
+  EXPECT_TRUE(add_huge()) << "what was removed is not looked through";
 }
 
 TEST(UringQueue, memory_that_cannot_be_registered_is_used_unregistered_and_statistics_say_so) {
@@ -158,8 +183,8 @@ TEST(UringQueue, memory_that_cannot_be_registered_is_used_unregistered_and_stati
   // Address space that is no memory: the kernel can't pin it.
   Block block(1_MiB);
   const std::span<std::byte> nowhere(reinterpret_cast<std::byte*>(kBlockBytes), 1_MiB);
-  queue.add_memory(block.span());
-  queue.add_memory(nowhere);
+  queue.add_memory(block.span(), PageKind::small);
+  queue.add_memory(nowhere, PageKind::small);
   for (int reap_count = 0; reap_count < 2; ++reap_count) queue.reap();
   EXPECT_FALSE(queue.statistics().registered_buffers);
   queue.remove_memory(nowhere);
@@ -173,14 +198,14 @@ TEST(UringQueue, memory_that_the_kernel_cannot_let_go_of_is_held_until_it_can_an
   if (!made.is_ok()) GTEST_SKIP() << made.status().message();
   UringQueue& queue = *made.value();
   Block block(1_MiB);
-  queue.add_memory(block.span());
+  queue.add_memory(block.span(), PageKind::small);
   queue.reap();
   queue.remove_memory(block.span());
   EXPECT_EQ(queue.statistics().removed_and_held_count, 1u);
   EXPECT_FALSE(queue.statistics().registered_buffers);
 
   // The same bytes are added and used again, under another number.
-  queue.add_memory(block.span());
+  queue.add_memory(block.span(), PageKind::small);
   queue.reap();
   EXPECT_TRUE(queue.statistics().registered_buffers);
   const uint16_t device = queue.add_device(OwnedFd(memfd_create("device", MFD_CLOEXEC)), "device");

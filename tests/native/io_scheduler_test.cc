@@ -280,6 +280,72 @@ TEST_F(Scheduled, a_depth_that_shrinks_holds_for_what_is_started_from_then_on) {
   EXPECT_EQ(order_.size(), 1u);
 }
 
+/// Every job's memory consists of huge pages.
+class LongChunks : public Scheduled {
+ protected:
+  static constexpr IoPathLimits kLimits{.depth = 32, .chunk_bytes = 1_MiB};
+
+  LongChunks() : disk_(huge_.add_disk(std::make_shared<MemoryDisk>(64_MiB), "disk")) {
+    huge_.set_limits(disk_, kLimits);
+  }
+  /// At most 64 MiB.
+  void read(JobId job, uint64_t bytes, IoPriority priority = IoPriority::state) {
+    huge_.submit({.priority = priority,
+                  .job = job,
+                  .device = disk_,
+                  .data = data_.span().first(bytes),
+                  .complete = [](const Status& status) { EXPECT_TRUE(status.is_ok()); }});
+  }
+
+  MemoryQueue huge_{{.depth = 64, .clock = &clock_, .pages = PageKind::huge}};
+  uint16_t disk_;
+  Block data_{64_MiB};
+};
+
+TEST_F(LongChunks, a_job_that_is_alone_moves_them_and_has_no_more_bytes_in_flight) {
+  read(JobId{1}, 64_MiB);
+  EXPECT_EQ(huge_.ready_count() * kChunkBytesMax, kLimits.in_flight_bytes_max());
+  huge_.complete_all();
+  EXPECT_EQ(huge_.started_count(), 64_MiB / kChunkBytesMax);
+}
+
+TEST_F(LongChunks, the_daemon_moves_them_for_itself_where_there_is_no_job) {
+  read(kDaemonJob, 64_MiB);
+  EXPECT_EQ(huge_.ready_count() * kChunkBytesMax, kLimits.in_flight_bytes_max());
+  huge_.complete_all();
+}
+
+TEST_F(LongChunks, eight_of_them_fit_in_flight) {
+  huge_.set_limits(disk_, {.depth = 10, .chunk_bytes = 512_KiB});
+  read(JobId{1}, 5_MiB);
+  EXPECT_EQ(huge_.ready_count(), 8u);
+  huge_.set_limits(disk_, {.depth = 4, .chunk_bytes = 512_KiB});
+  huge_.complete_all();
+  const uint64_t before = huge_.started_count();
+  read(JobId{1}, 4_MiB);
+  EXPECT_EQ(huge_.ready_count(), 4u) << "no chunk is shorter than the path's";
+  huge_.complete_all();
+  EXPECT_EQ(huge_.started_count() - before, 8u);
+}
+
+TEST_F(LongChunks, a_job_that_has_company_moves_none) {
+  read(JobId{1}, 64_MiB);
+  const uint64_t alone = huge_.started_count();
+  read(JobId{2}, 32_MiB);
+  huge_.complete_all();
+  EXPECT_EQ(huge_.started_count() - alone, 32u + 32u) << "half of the first job's are in flight";
+  const uint64_t before = huge_.started_count();
+  read(kDaemonJob, 4_MiB);
+  huge_.complete_all();
+  EXPECT_EQ(huge_.started_count() - before, 4u) << "both jobs were there a moment ago";
+}
+
+TEST_F(LongChunks, scrub_moves_none) {
+  read(JobId{1}, 4_MiB, IoPriority::scrub);
+  huge_.complete_all();
+  EXPECT_EQ(huge_.started_count(), 4u);
+}
+
 TEST_F(Scheduled, a_demanded_read_waits_for_what_is_in_flight_and_for_nothing_else) {
   const uint16_t path = add_path({.depth = 4, .chunk_bytes = 1_MiB});
   Block data(8_MiB);

@@ -182,16 +182,21 @@ TEST(JobTurns, a_share_counts_who_was_there_a_moment_ago_and_never_the_daemon) {
   turns.want(kDaemonJob);
   EXPECT_EQ(turns.share(kA, 300), 300u);
   EXPECT_EQ(turns.share(kDaemonJob, 300), 300u);
+  EXPECT_TRUE(turns.is_alone(kA));
+  EXPECT_FALSE(turns.is_alone(kDaemonJob));
   turns.set_weight(kB, JobWeight::of(2).value());
   turns.want(kB);
   EXPECT_EQ(turns.share(kA, 300), 100u);
   EXPECT_EQ(turns.share(kB, 300), 200u);
+  EXPECT_FALSE(turns.is_alone(kA));
   turns.leave(kDaemonJob);
   turns.leave(kB);
   spend(turns, 3 * JobTurns::kRoundsKept * 1_MiB - 1_MiB, kMiB);
   EXPECT_EQ(turns.share(kA, 300), 100u);
+  EXPECT_FALSE(turns.is_alone(kA));
   spend(turns, 1_MiB, kMiB);
   EXPECT_EQ(turns.share(kA, 300), 300u);
+  EXPECT_TRUE(turns.is_alone(kA));
 }
 
 TEST(JobWeight, a_weight_out_of_range_is_refused_in_one_sentence) {

@@ -131,6 +131,28 @@ TEST(LedgerTest, a_shard_that_came_while_a_commit_was_made_is_not_new_after_the_
   }
 }
 
+TEST(LedgerTest, a_grant_that_was_begun_is_read_with_its_part) {
+  auto ledger = Ledger::create(7, 2_MiB).value();
+  ASSERT_TRUE(
+      ledger->write_layout({.job_id = 7, .name = "job", .shards = {blob_record("x", 1)}}, {1})
+          .is_ok());
+  for (const Part part : {Part::value, Part::gradient, Part::rank_sum}) {
+    for (const bool was_written : {false, true}) {
+      SCOPED_TRACE(concat(static_cast<int>(part), was_written ? " written" : " new"));
+      ledger->begin_grant(
+          {.session_id = 5, .shard_id = 1, .part = part, .was_written = was_written});
+      const auto next = Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(0);
+      ASSERT_TRUE(next.is_ok()) << next.status().message();
+      ASSERT_TRUE(next.value().grant.has_value());
+      EXPECT_EQ(next.value().grant->part, part);
+      EXPECT_EQ(next.value().grant->was_written, was_written);
+    }
+  }
+  ledger->begin_grant({.session_id = 5, .shard_id = 1, .part = static_cast<Part>(3)});
+  EXPECT_EQ(Ledger::adopt(copy_of(ledger->fd()), 7).value()->read(0).status().code(),
+            StatusCode::integrity);
+}
+
 TEST(LedgerTest, the_last_whole_record_is_read_and_only_on_the_catalogue_that_it_builds_on) {
   auto ledger = Ledger::create(7, 2_MiB).value();
   EXPECT_FALSE(ledger->read_record(0).value().has_value());

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -57,6 +58,26 @@ class RanksTest : public ::testing::Test {
   }
   std::shared_ptr<std::optional<Held>> ask(uint32_t rank, size_t i, LeaseMode mode) {
     return heart_.ask(ranks_[rank], ids_[i], mode, Part::gradient);
+  }
+  std::shared_ptr<std::optional<Held>> ask(uint32_t rank, size_t i, LeaseMode mode, Part part) {
+    return heart_.ask(ranks_[rank], ids_[i], mode, part);
+  }
+  void accumulate(uint32_t rank, size_t i, LeaseMode mode, uint32_t seed) {
+    const auto asked = answered(ask(rank, i, mode, Part::rank_sum));
+    ASSERT_TRUE((*asked)->is_ok()) << (*asked)->status.message();
+    if (mode == LeaseMode::overwrite) std::ranges::fill((*asked)->as<float>(), 0.0F);
+    add(asked, seed);
+  }
+  std::vector<float> own(uint32_t rank, size_t i) {
+    const auto asked = answered(ask(rank, i, LeaseMode::read, Part::rank_sum));
+    EXPECT_TRUE((*asked)->is_ok()) << (*asked)->status.message();
+    const auto held = (*asked)->as<float>();
+    const std::vector<float> values(held.begin(), held.end());
+    heart_.release(**asked);
+    return values;
+  }
+  const Entry* own_entry(uint32_t rank) {
+    return heart_.job(ranks_[0]).shards().find_entry(ids_[0], Part::rank_sum, rank);
   }
   bool is_answered(const std::shared_ptr<std::optional<Held>>& asked) {
     heart_.turns();
@@ -143,6 +164,57 @@ TEST_F(RanksTest, they_add_to_a_sum_in_their_order_however_they_ask) {
   twins_[0].step(settings_, sum({10, 11, 12}));
   for (const uint64_t session : ranks_)
     EXPECT_EQ(heart_.read<float>(session, ids_[0]), twins_[0].theta);
+}
+
+TEST_F(RanksTest, what_a_rank_accumulates_is_its_own_until_it_says_that_all_have_it) {
+  accumulate(1, 0, LeaseMode::overwrite, 10);
+  accumulate(1, 0, LeaseMode::write, 11);
+  accumulate(2, 0, LeaseMode::write, 12);  // its first one: there is zero to add to
+  EXPECT_EQ(own(1, 0), sum({10, 11}));
+  EXPECT_EQ(own(2, 0), sum({12}));
+  // It is no gradient: nobody's step has it, and a rank before them has none.
+  const auto missing = answered(ask(0, 0, LeaseMode::read, Part::rank_sum));
+  EXPECT_EQ((*missing)->status.code(), StatusCode::not_found);
+  EXPECT_EQ((*answered(ask(1, 0, LeaseMode::read)))->status.code(), StatusCode::not_found);
+  EXPECT_TRUE(made_by_others(0).empty());
+  // Both shards are in one bucket: its bytes go with the last one.
+  accumulate(1, 1, LeaseMode::overwrite, 13);
+  heart_.store().gradients().end_rank_sum(ranks_[1], ids_[0]);
+  EXPECT_EQ((*answered(ask(1, 0, LeaseMode::read, Part::rank_sum)))->status.code(),
+            StatusCode::not_found);
+  EXPECT_EQ(own(1, 1), sum({13}));
+  EXPECT_NE(own_entry(1)->slot(), nullptr);
+  end(1);
+  EXPECT_EQ(own_entry(1)->slot(), nullptr);
+  EXPECT_NE(own_entry(2)->slot(), nullptr);
+}
+
+TEST_F(RanksTest, what_a_rank_has_accumulated_goes_when_it_or_all_drop_it_and_with_its_session) {
+  for (const uint32_t rank : {0, 1, 2}) accumulate(rank, 0, LeaseMode::overwrite, rank);
+  ASSERT_TRUE(heart_.store().gradients().drop(ranks_[0], {ids_[0]}).is_ok());
+  EXPECT_EQ(own_entry(0)->slot(), nullptr);
+  EXPECT_EQ(own(1, 0), sum({1}));
+  ASSERT_TRUE(heart_.store().gradients().drop_of_ranks(ranks_[0], {ids_[0]}).is_ok());
+  EXPECT_EQ(own_entry(1)->slot(), nullptr);
+  EXPECT_EQ(own_entry(2)->slot(), nullptr);
+  accumulate(2, 0, LeaseMode::overwrite, 5);
+  const auto kept = ask(2, 0, LeaseMode::read, Part::rank_sum);
+  ASSERT_TRUE((*answered(kept))->is_ok());
+  const Entry& entry = *own_entry(2);
+  ASSERT_TRUE(heart_.store().detach(ranks_[2]).is_ok());
+  heart_.turns();
+  EXPECT_EQ(entry.slot(), nullptr);
+  // Others are told who has ended when they accumulate further.
+  const auto refused = answered(ask(1, 0, LeaseMode::overwrite, Part::rank_sum));
+  expect_words((*refused)->status, StatusCode::fenced, "rank 2 of 3");
+}
+
+TEST_F(RanksTest, only_ranks_accumulate_and_only_gradients_of_parameters) {
+  const uint64_t session = heart_.attach(job_id_);
+  const auto refused = answered(heart_.ask(session, ids_[0], LeaseMode::write, Part::rank_sum));
+  expect_words((*refused)->status, StatusCode::invalid_argument, "no rank");
+  const auto unknown = answered(heart_.ask(ranks_[0], 77, LeaseMode::write, Part::rank_sum));
+  EXPECT_EQ((*unknown)->status.code(), StatusCode::not_found);
 }
 
 TEST_F(RanksTest, a_rank_that_has_ended_its_gradients_is_waited_for_no_longer) {

@@ -610,7 +610,7 @@ TEST_F(RingTest, uses_of_all_threads_arrive_and_each_thread_s_in_their_order) {
 }
 
 TEST_F(RingTest, a_client_that_writes_what_is_no_use_breaks_the_ring) {
-  layout().uses[0].store(use_word(0, 1, static_cast<Part>(2), LeaseMode::read));
+  layout().uses[0].store(use_word(0, 1, static_cast<Part>(3), LeaseMode::read));
   std::vector<Use> uses;
   ring_.take_uses(&uses);
   EXPECT_TRUE(ring_.broken());

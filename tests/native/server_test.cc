@@ -63,7 +63,9 @@ class StallingQueue final : public IoQueue {
   uint16_t add_device(OwnedFd file, std::string path) override {
     return queue_->add_device(std::move(file), std::move(path));
   }
-  void add_memory(std::span<std::byte> memory) override { queue_->add_memory(memory); }
+  void add_memory(std::span<std::byte> memory, PageKind pages) override {
+    queue_->add_memory(memory, pages);
+  }
   void remove_memory(std::span<std::byte> memory) override { queue_->remove_memory(memory); }
   void submit(IoRequest request) override {
     if (request.kind == IoKind::read && stalls_->read_count++ >= stalls_->reads_answered) {

@@ -450,7 +450,8 @@ TEST_F(ShardStoreTest, leases_that_wait_for_the_disk_are_tried_again_when_it_is_
   std::vector<std::shared_ptr<std::optional<Held>>> asked;
   for (uint64_t i = 0; i < kCount; ++i)
     asked.push_back(heart.ask(session, ids[0], LeaseMode::read));
-  heart.turns();
+  ASSERT_TRUE(heart.until([&] { return heart.faults().has_stalled(); }));
+  heart.settle();
   ASSERT_FALSE(asked.back()->has_value());
   const uint64_t tries = heart.job(session).cache().leases().try_count();
   heart.turns();

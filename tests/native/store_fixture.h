@@ -46,7 +46,9 @@ class DiskQueue final : public IoQueue {
   uint16_t add_device(OwnedFd, std::string path) override {
     return queue_.add_disk(disk_, std::move(path));
   }
-  void add_memory(std::span<std::byte> memory) override { memory_bytes += memory.size(); }
+  void add_memory(std::span<std::byte> memory, PageKind pages) override {
+    (pages == PageKind::huge ? huge_memory_bytes : memory_bytes) += memory.size();
+  }
   void remove_memory(std::span<std::byte>) override {}
   void set_limits(uint16_t device, const IoPathLimits& limits) override {
     queue_.set_limits(device, limits);
@@ -82,7 +84,8 @@ class DiskQueue final : public IoQueue {
   }
 
   MemoryQueue& memory() { return queue_; }
-  uint64_t memory_bytes = 0;  // that were added, of removed ones too
+  uint64_t memory_bytes = 0;  // of small pages that were added, of removed ones too
+  uint64_t huge_memory_bytes = 0;
   std::vector<Operation> operations;
   std::function<void(const Operation&)> before_submit;
   std::function<void(JobId job, uint64_t bytes)> after_transfer;
@@ -289,6 +292,15 @@ class Heart {
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
   }
+  /// Turns until many in a row had nothing to do, however long workers and devices take.
+  void settle() {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(120);
+    for (int idle_count = 0; idle_count < 50;) {
+      idle_count = turn() ? 0 : idle_count + 1;
+      ASSERT_LT(std::chrono::steady_clock::now(), end);
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
 
   uint64_t open(const std::string& name,
                 uint64_t arena_segments = 8,
@@ -421,7 +433,7 @@ class Heart {
     MomentValues all = moment_values(session_id, shard_id);
     return {std::move(all.exp_avg), std::move(all.exp_avg_sq)};
   }
-  MomentValues moment_values(uint64_t session_id, uint32_t shard_id) {
+  MomentValues moment_values(uint64_t session_id, uint32_t shard_id, bool with_masters = false) {
     const uint64_t count = job(session_id).shards()[shard_id].element_count();
     MomentValues all;
     const auto add = [](std::vector<float>& to, const std::vector<float>& more) {
@@ -432,12 +444,14 @@ class Heart {
       store_->operations().read_moments({.session_id = session_id,
                                          .shard_id = shard_id,
                                          .element_first = first,
-                                         .element_count = std::min(kTileElements, count - first)},
+                                         .element_count = std::min(kTileElements, count - first),
+                                         .reads_masters = with_masters},
                                         [&](const Status& status, const MomentValues& values) {
                                           EXPECT_TRUE(status.is_ok()) << status.message();
                                           add(all.exp_avg, values.exp_avg);
                                           add(all.exp_avg_sq, values.exp_avg_sq);
                                           add(all.max_exp_avg_sq, values.max_exp_avg_sq);
+                                          add(all.masters, values.masters);
                                           answered = true;
                                         });
       EXPECT_TRUE(until([&] { return answered; }));

@@ -83,6 +83,31 @@ TEST(TurnBudgetTest, completions_that_a_turn_has_no_time_for_come_next_in_their_
   EXPECT_EQ(queue.reap(), 0u);
 }
 
+/// A turn without time begins with kPieces requests of `bytes`: how many of them it starts.
+uint32_t started_at_once(PageKind pages, uint64_t bytes) {
+  ManualClock clock;
+  TurnBudget turn(clock);
+  Block data(bytes);
+  MemoryQueue queue({.clock = &clock, .turn = &turn, .pages = pages});
+  const uint16_t device = queue.add_disk(std::make_shared<MemoryDisk>(bytes), "disk");
+  turn.begin();
+  queue.begin_batch();
+  for (uint32_t i = 0; i < kPieces; ++i) {
+    queue.submit({.device = device, .data = data.span(), .complete = [](const Status&) {}});
+  }
+  clock.advance(TurnBudget::kTurnNs);
+  queue.end_batch();
+  return static_cast<uint32_t>(queue.started_count());
+}
+
+TEST(TurnBudgetTest, a_turn_without_time_starts_1_mib_or_one_long_chunk) {
+  EXPECT_EQ(started_at_once(PageKind::small, 4_MiB), 1u);
+  EXPECT_EQ(started_at_once(PageKind::small, 512_KiB), 2u);
+  EXPECT_EQ(started_at_once(PageKind::huge, 4_MiB), 1u);
+  EXPECT_EQ(started_at_once(PageKind::huge, 1_MiB), 1u);
+  EXPECT_EQ(started_at_once(PageKind::huge, 512_KiB), 2u);
+}
+
 TEST(TurnBudgetTest, a_turn_without_time_starts_two_chunks_and_the_next_ones_the_rest) {
   constexpr uint64_t kHalfBytes = 512_KiB;  // of what is handed over together
   ManualClock clock;

@@ -64,6 +64,8 @@ PART_VALUE: int = 0
 
 PART_GRADIENT: int = 1
 
+PART_RANK_SUM: int = 2
+
 MODE_READ: int = 0
 
 MODE_WRITE: int = 1
@@ -170,6 +172,11 @@ class ClientSession:
     def gradient_is_final(self, shard_id: int) -> None:
         """
         The session has let go of the shard's gradient, and writes it no more before the step that uses it; returns at once.
+        """
+
+    def rank_sum_ended(self, shard_id: int) -> None:
+        """
+        This rank's own sum of the shard's gradients is in that of all ranks; returns at once.
         """
 
     @property
@@ -834,6 +841,12 @@ class ServerStatistics:
     @property
     def exports(self) -> SnapshotReadingStatistics: ...
 
+class MomentsWrite:
+    """A write of moments that was begun."""
+
+    def wait(self, *, timeout_s: float) -> None:
+        """Until it has taken effect. Once. After an error it may go on."""
+
 class ServiceLease:
     """
     Bytes of one shard, pinned until release(), discard() or deletion, whatever becomes of the session.
@@ -874,9 +887,12 @@ class Server:
 
     def drop_job(self, job_id: int, *, force: bool = False) -> None: ...
 
-    def create_snapshot(self, job_id: int, name: str, *, created_s: int, number: int, timeout_s: float) -> SnapshotInfo:
+    def set_job_weight(self, job_id: int, weight: float) -> None:
+        """The job's share of devices and workers that others want as well."""
+
+    def create_snapshot(self, job_id: int, name: str, *, created_s: int, number: int, load_session_id: int = 0, timeout_s: float) -> SnapshotInfo:
         """
-        Keeps the job's last committed step, which is on disk then. The same `number` again, not 0, is the same request.
+        Keeps the job's last committed step, which is on disk then. The same `number` again, not 0, is the same request. With `load_session_id` the job goes back to it unless that session calls end_load().
         """
 
     def restore_snapshot(self, job_id: int, name: str, *, timeout_s: float) -> SnapshotInfo:
@@ -886,11 +902,16 @@ class Server:
 
     def drop_snapshot(self, job_id: int, name: str, *, timeout_s: float) -> None: ...
 
+    def end_load(self, session_id: int, name: str, *, timeout_s: float) -> None:
+        """The session's load counts, and is on disk; its snapshot is dropped."""
+
+    def take_load_notes(self) -> list[str]:
+        """
+        A sentence for each load that broke off since the last call: its job has gone back, or could not.
+        """
+
     def snapshots(self, job_id: int) -> list[SnapshotInfo]:
         """Oldest first."""
-
-    def set_job_weight(self, job_id: int, weight: float) -> None:
-        """The job's share of devices and workers that others want as well."""
 
     def attach(self, job_id: int, *, pid: int = 0, start_time: int = 0, uid: int = 0, timeout_s: float = 60.0) -> SessionGrant:
         """
@@ -935,14 +956,19 @@ class Server:
 
     def lease(self, session_id: int, shard_id: int, *, part: int = 0, mode: int = 0, timeout_s: float) -> ServiceLease: ...
 
-    def read_moments(self, session_id: int, shard_id: int, element_first: int, element_count: int, *, timeout_s: float) -> tuple[bytes, bytes, bytes]:
+    def read_moments(self, session_id: int, shard_id: int, element_first: int, element_count: int, *, with_master: bool, timeout_s: float) -> tuple[bytes, bytes, bytes, bytes]:
         """
-        exp_avg, exp_avg_sq and max_exp_avg_sq, fp32, of elements within one tile of 262144. The last one is empty where the shard keeps no maximum.
+        exp_avg, exp_avg_sq, max_exp_avg_sq and master, fp32, of elements within one tile of 262144. max_exp_avg_sq is empty where the shard keeps no maximum, and master, the numbers of which the bfloat16 values are published, without with_master or where the shard is float32.
         """
 
-    def write_moments(self, session_id: int, shard_id: int, generation: int, element_first: int, exp_avg: bytes, exp_avg_sq: bytes, max_exp_avg_sq: bytes, *, timeout_s: float) -> None:
+    def begin_write_moments(self, session_id: int, shard_id: int, generation: int, element_first: int, exp_avg: bytes, exp_avg_sq: bytes, max_exp_avg_sq: bytes, master: bytes) -> MomentsWrite:
         """
-        Replaces moments within one tile, and the shard's generation; durable after the next sync or step. max_exp_avg_sq is empty where the shard keeps no maximum from here on.
+        Replaces moments within one tile, and the shard's generation; durable after the next sync or step. max_exp_avg_sq is empty where the shard keeps no maximum from here on. master is empty, or the fp32 numbers of which the bfloat16 values are published. Returns at once; writes to one tile take effect in their order.
+        """
+
+    def begin_write_staged_moments(self, session_id: int, shard_id: int, generation: int, element_first: int, staged_shard_id: int, has_maximum: bool, has_master: bool, *, timeout_s: float) -> MomentsWrite:
+        """
+        The same of moments that lie in a blob, one behind the other. The blob is leased once it can be, within timeout_s, and until they were taken.
         """
 
     def bytes_of_maxima(self, session_id: int, shard_ids: Sequence[int]) -> int:

@@ -54,6 +54,14 @@ struct Bucket {
   }
 };
 
+/// For JobSpace, which fills and empties them.
+inline ReplicaPlace value_place(const Bucket& bucket, size_t tile) {
+  return bucket.value->replica_place(tile, bucket.is_host());
+}
+inline ReplicaPlace rest_place(Bucket& bucket, size_t tile) {
+  return bucket.rest.place(tile, bucket.is_host());
+}
+
 // As many as parameters, where they are large.
 static_assert(sizeof(Bucket) <= 64);
 

@@ -79,6 +79,7 @@ class Entry {
     uint64_t stride_bytes = 0;  // of the entry that one replica covers; a power of two
     uint32_t owner = 0;         // index of its bucket, or id of its shard
     Tier tier = Tier::nvme;
+    bool is_rank_sum = false;
   };
 
   explicit Entry(const Shape& shape)
@@ -89,6 +90,7 @@ class Entry {
         kept_owner_(shape.owner),
         kind_(shape.kind),
         tier_(shape.tier),
+        is_rank_sum_(shape.is_rank_sum),
         stride_log2_(std::countr_zero(shape.stride_bytes) & 63) {
     MEMD_CHECK(std::has_single_bit(shape.stride_bytes));
   }
@@ -96,6 +98,8 @@ class Entry {
   uint32_t id() const { return id_; }
   EntryKind kind() const { return kind_; }
   Tier tier() const { return tier_; }
+  /// A gradient of one rank, which RankSums knows, and nobody once the daemon has ended.
+  bool is_rank_sum() const { return is_rank_sum_; }
   /// Without padding.
   uint64_t bytes() const { return bytes_; }
 
@@ -145,8 +149,10 @@ class Entry {
 
   /// On disk.
   const ReplicaList& replicas() const { return replicas_; }
-  /// For JobSpace, which fills and empties it.
-  ReplicaPlace replica_place(size_t index) { return replicas_.place(index); }
+  /// For JobSpace, which fills and empties it. A tile of a parameter: see value_place().
+  ReplicaPlace replica_place(size_t index, bool is_host = false) {
+    return replicas_.place(index, is_host);
+  }
   /// All of its bytes are on disk (as of their last writeback, which may have failed half way).
   bool has_replica() const {
     return !replicas_.empty() &&
@@ -164,9 +170,6 @@ class Entry {
     return static_cast<uint32_t>(align_up(std::min(bytes_ - begin, stride_bytes()), kBlockBytes));
   }
   uint64_t stride_bytes() const { return uint64_t{1} << stride_log2_; }
-  SpaceUse use() const {
-    return kind_ == EntryKind::gradient ? SpaceUse::gradient : SpaceUse::state;
-  }
 
   // ---- Whose bytes they are ----
 
@@ -212,6 +215,7 @@ class Entry {
   uint32_t steps_before_ = 0;
   const EntryKind kind_ : 2;
   const Tier tier_ : 2;
+  const bool is_rank_sum_ : 1;
   bool is_in_step_ : 1 = false;
   bool is_uncommitted_ : 1 = false;
   bool is_in_host_tiles_ : 1 = false;
@@ -219,6 +223,10 @@ class Entry {
   const uint8_t stride_log2_ : 6;
   EntryPrefetch prefetch_;
 };
+
+inline SpaceUse space_use_of(const Entry& entry) {
+  return entry.kind() == EntryKind::gradient ? SpaceUse::gradient : SpaceUse::state;
+}
 
 inline EvictionPrice price_of(const Entry& entry) {
   return entry.residency() == Residency::dirty ? EvictionPrice::dirty : EvictionPrice::clean;

@@ -21,6 +21,7 @@ JobCache::JobCache(const Parts& parts, SharedMemory shard_table)
                     .gates = parts.gates}),
       plans_({.shards = parts.shards,
               .sessions = sessions_.list(),
+              .group = group_,
               .memory = parts.memory,
               .durability = parts.durability,
               .policy = policy_,

@@ -108,13 +108,11 @@ bool JobMemory::grow(Arena& side) {
     claim(segment.id(), side_of(side), side.segment_count());
   }
   MEMD_FAILPOINT("ledger.segment_claimed");
-  // To register a huge page, the kernel looks through all pages that are registered: up to 10 ms
-  // where 2 GiB of small ones are. A transfer of 1 MiB takes 80 µs of the processor from small
-  // pages that are not registered, 15 from registered ones, and 9 from huge ones either way.
-  const bool has_small_pages = !segment.is_gathered() && !segment.has_huge_pages();
+  const PageKind pages =
+      segment.is_gathered() || segment.has_huge_pages() ? PageKind::huge : PageKind::small;
   const Status status = side.add(std::move(segment));
   MEMD_CHECK(status.is_ok());  // moves a mapping inside a range reserved for it
-  if (has_small_pages) io_.add_memory(std::span(side.at(offset_bytes), segment_bytes_));
+  io_.add_memory(std::span(side.at(offset_bytes), segment_bytes_), pages);
   return true;
 }
 

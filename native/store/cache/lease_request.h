@@ -39,6 +39,8 @@ struct LeaseRequest {
   uint64_t after_call = 0;  // the StepRequest::call that it follows; 0: none
   /// For a gradient that is expected; gradient_unused() says that it does not come.
   bool is_expected = false;
+  /// It has the sum, of a Part::rank_sum.
+  uint32_t rank = 0;
 };
 
 }  // namespace memd

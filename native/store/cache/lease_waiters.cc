@@ -95,7 +95,7 @@ LeaseWaiter& LeaseWaiters::add(LeaseWaiter added) {
 }
 
 void LeaseWaiters::hang(LeaseWaiter& waiter) {
-  const Entry& entry = *shards_.find_entry(waiter.request().shard_id, waiter.request().part);
+  const Entry& entry = *find_entry(shards_, waiter.request());
   lists_.hang(waiter.ticket(), entry, list_of(waiter.waits_for()));
   stop_watching(waiter);
   if (waits_for_writer(waiter.waits_for())) {
@@ -200,12 +200,12 @@ void LeaseWaiters::wake_released() {
 
 bool LeaseWaiters::has_lost_readers(const LeaseWaiter& waiter) const {
   if (waiter.writer_index() == LeaseWaiter::kAnyWriter) return false;
-  const Entry* const entry = shards_.find_entry(waiter.request().shard_id, waiter.request().part);
+  const Entry* const entry = find_entry(shards_, waiter.request());
   return entry->slot() == nullptr || slots_.pins(*entry->slot(), waiter.writer_index()).all() == 0;
 }
 
 std::string LeaseWaiters::describe(const LeaseWaiter& waiter) const {
-  const Entry* const entry = shards_.find_entry(waiter.request().shard_id, waiter.request().part);
+  const Entry* const entry = find_entry(shards_, waiter.request());
   const std::string what = entry == nullptr ? "a deleted shard" : shards_.describe(*entry);
   switch (waiter.waits_for()) {
     case WaitsFor::nothing:

@@ -70,8 +70,7 @@ bool Leases::is_on_its_way(const LeaseWaiter& waiter) const {
   if (what != WaitsFor::filling && what != WaitsFor::reading && what != WaitsFor::draining)
     return false;
   if (!parts_.progress.stopped().is_ok()) return false;
-  const Entry* const entry =
-      parts_.shards.find_entry(waiter.request().shard_id, waiter.request().part);
+  const Entry* const entry = find_entry(parts_.shards, waiter.request());
   return entry != nullptr &&
          (entry->residency() == Residency::filling || entry->residency() == Residency::draining);
 }
@@ -101,7 +100,7 @@ Leases::Grant Leases::try_grant(LeaseWaiter& waiter) {
 
 Leases::Grant Leases::grant_or_wait(LeaseWaiter& waiter) {
   const LeaseRequest& request = waiter.request();
-  Entry* const found = parts_.shards.find_entry(request.shard_id, request.part);
+  Entry* const found = find_entry(parts_.shards, request);
   if (found == nullptr) {
     return refuse(waiter,
                   error(StatusCode::not_found, "the shard was deleted: ", request.shard_id));
@@ -136,11 +135,12 @@ Leases::Outcome Leases::check_call(const Try& asked) const {
 
 Leases::Outcome Leases::check_notice(const Try& asked) const {
   // Nobody waits for the answer to one that is asked for ahead.
-  if (asked.request.part != Part::gradient || asked.request.is_expected) return std::nullopt;
+  if (asked.request.part == Part::value || asked.request.is_expected) return std::nullopt;
   if (const Ranks& ranks = parts_.group.ranks(); ranks.rank_of(asked.request.session_id)) {
     Status whole = ranks.check_whole(parts_.job_name);
     if (!whole.is_ok()) return refuse(asked.waiter, whole);
   }
+  if (asked.request.part == Part::rank_sum) return std::nullopt;
   const auto notice = parts_.group.take_notice(asked.request.session_id);
   if (!notice) return std::nullopt;
   return refuse(asked.waiter, *notice);
@@ -151,17 +151,30 @@ Leases::Outcome Leases::check_written(const Try& asked) const {
   // A staged buffer and the one whose place it takes: which of them it is, its commit says.
   if (entry.is_exchanged()) return wait(asked.waiter, WaitsFor::step);
   if (!asked.reads) return std::nullopt;
-  const bool is_gradient = asked.request.part == Part::gradient;
-  if (is_gradient ? !asked.shard.contributors.empty() : asked.shard.written) return std::nullopt;
+  if (has_bytes(asked)) return std::nullopt;
   if (entry.pending() != nullptr) return wait(asked.waiter, WaitsFor::first_writer);
-  return refuse(asked.waiter,
-                error(StatusCode::not_found,
-                      "shard ",
-                      parts_.job_name,
-                      "/",
-                      asked.shard.name(),
-                      is_gradient ? " has no gradient; run backward first"
-                                  : " was declared but never written; put it first"));
+  return refuse(
+      asked.waiter,
+      error(StatusCode::not_found,
+            "shard ",
+            parts_.job_name,
+            "/",
+            asked.shard.name(),
+            asked.request.part == Part::value ? " was declared but never written; put it first"
+                                              : " has no gradient; run backward first"));
+}
+
+bool Leases::has_bytes(const Try& asked) const {
+  const auto& [waiter, request, shard, entry, reads] = asked;
+  switch (request.part) {
+    case Part::value:
+      return shard.written;
+    case Part::gradient:
+      return !shard.contributors.empty();
+    case Part::rank_sum:
+      return parts_.shards.rank_sums().has(request.rank, shard.bucket, request.shard_id);
+  }
+  return false;
 }
 
 Leases::Outcome Leases::check_steps(const Try& asked) const {
@@ -319,8 +332,8 @@ Leases::Outcome Leases::begin_writing(const Try& asked) {
   if (entry.task_count() != 0) return wait(waiter, WaitsFor::update);
   if (parts_.residencies.is_awaited(entry)) return wait(waiter, WaitsFor::draining);
   // Bytes that another step left there are no gradient to add to.
-  if (entry.kind() == EntryKind::gradient && shard.contributors.empty() &&
-      request.mode == LeaseMode::write && !fills_.take_zeroed(entry, request.shard_id)) {
+  if (request.part != Part::value && !has_bytes(asked) && request.mode == LeaseMode::write &&
+      !fills_.take_zeroed(entry, request.shard_id)) {
     fills_.zero(entry, request.shard_id);
     return wait(waiter, WaitsFor::copy);
   }
@@ -429,6 +442,8 @@ void Leases::note_writer(const Try& asked) {
     parts_.gradient_buckets.add(shard.bucket);
     parts_.waits.wake(asked.entry);
     parts_.note_shard(request.shard_id);
+  } else if (request.part == Part::rank_sum) {
+    parts_.shards.rank_sums().begin(request.rank, shard.bucket, request.shard_id);
   } else if (shard.kind == ShardKind::parameter) {
     parts_.residencies.note_written(request.shard_id);
   }
@@ -440,7 +455,8 @@ void Leases::reply_granted(const Try& asked, Slot& slot) {
   const LeaseGrant grant = grant_of(asked, slot);
   // A reader's pin is given back by its client if it never hears of it. A writer that never hears
   // of its grant has written nothing: what is noted below must not look as if it had.
-  const bool is_noted = parts_.ledger.is_open() && !reads && !request.for_service;
+  const bool is_noted =
+      parts_.ledger.is_open() && !reads && !request.for_service && request.part != Part::rank_sum;
   if (is_noted) note_grant(asked, slot, grant);
   MEMD_FAILPOINT("lease.before_pin");
   if (!reads) parts_.slots.note_writer(entry);
@@ -495,7 +511,7 @@ void Leases::release_service(const LeaseGrant& grant, bool discard) {
 }
 
 bool Leases::move_old_bytes(LeaseWaiter& waiter) {
-  const Entry& entry = *parts_.shards.find_entry(waiter.request().shard_id, waiter.request().part);
+  const Entry& entry = *find_entry(parts_.shards, waiter.request());
   const bool are_copied = entry.kind() == EntryKind::bytes &&
                           waiter.request().mode == LeaseMode::write && entry.is_resident();
   if (!are_copied || waiter.has_moved_old_bytes()) return false;
@@ -519,7 +535,7 @@ Status Leases::check_room_can_come(const LeaseWaiter& waiter) const {
                "/",
                parts_.shards[request.shard_id].name(),
                ": let go of views you hold, or raise host_bytes: ",
-               parts_.shards.find_entry(request.shard_id, request.part)->bytes(),
+               find_entry(parts_.shards, request)->bytes(),
                " bytes wanted; ",
                describe_holders(),
                "; the arena has at most ",

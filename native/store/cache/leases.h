@@ -68,6 +68,8 @@ class Leases {
   /// A gradient that its session had added to is void.
   Outcome check_notice(const Try& asked) const;
   Outcome check_written(const Try& asked) const;
+  /// There is something to read.
+  bool has_bytes(const Try& asked) const;
   Outcome check_steps(const Try& asked) const;
   Outcome check_contributors(const Try& asked) const;
   Outcome check_rank(const Try& asked) const;

@@ -83,11 +83,12 @@ void PlanProgress::follow(Session& session, std::span<const Use> uses) {
   SessionPlan& plan = *session.plan;
   JobCounters& counters = parts_.counters;
   std::vector<uint32_t> used_ids;
+  const uint32_t rank = parts_.group.ranks().rank_of(session.session_id).value_or(0);
   for (const Use& use : uses) {
     if (use.is_resident) ++counters.lease_hits;  // that of others was counted when granted
     // The client's word.
     Entry* const entry = use.shard_id < parts_.shards.size()
-                             ? parts_.shards.find_entry(use.shard_id, use.part)
+                             ? parts_.shards.find_entry(use.shard_id, use.part, rank)
                              : nullptr;
     if (entry == nullptr) continue;
     if (use.is_resident && entry->is_resident() && entry->pending() == nullptr) {

@@ -17,6 +17,7 @@
 #include "store/cache/prefetch_window.h"
 #include "store/cache/session.h"
 #include "store/cache/shards.h"
+#include "store/cache/training_group.h"
 #include "store/format/durability.h"
 
 namespace memd {
@@ -36,6 +37,7 @@ class PlanProgress {
   struct Parts {
     const Shards& shards;
     const std::vector<std::shared_ptr<Session>>& sessions;
+    const TrainingGroup& group;
     const std::unique_ptr<JobMemory>& memory;
     const Durability& durability;
     FarthestNextUse& policy;

@@ -285,19 +285,24 @@ void Shards::for_each_replica(const JobSpace::Visit& visit) {
     if (place->exists()) visit(place);
   };
   for (Entry* const entry : entries_) {
-    if (entry == nullptr || entry->kind() == EntryKind::gradient) continue;
+    if (entry == nullptr || entry->kind() != EntryKind::bytes) continue;
     for (size_t i = 0; i < entry->replicas().size(); ++i) visit_held(entry->replica_place(i));
   }
   for (Bucket& bucket : buckets_) {
-    for (size_t tile = 0; tile < bucket.rest.size(); ++tile) visit_held(bucket.rest.place(tile));
+    for (size_t tile = 0; tile < bucket.tile_count(); ++tile) {
+      visit_held(value_place(bucket, tile));
+      visit_held(rest_place(bucket, tile));
+    }
   }
 }
 
-Entry* Shards::find_entry(uint32_t shard_id, Part part) const {
+Entry* Shards::find_entry(uint32_t shard_id, Part part, uint32_t rank) const {
   if (shard_id >= shards_.size() || shards_[shard_id].deleted) return nullptr;
   const Shard& shard = shards_[shard_id];
   if (part == Part::value) return shard.value;
-  return shard.kind == ShardKind::parameter ? buckets_[shard.bucket].gradient : nullptr;
+  if (shard.kind != ShardKind::parameter) return nullptr;
+  return part == Part::gradient ? buckets_[shard.bucket].gradient
+                                : rank_sums_.find(rank, shard.bucket);
 }
 
 uint32_t Shards::shard_count(const Entry& entry) const {
@@ -312,7 +317,9 @@ std::string Shards::describe(const Entry& entry) const {
   return concat(job_name_,
                 "/",
                 shards_[shard_id].name(),
-                entry.kind() == EntryKind::gradient ? " gradient" : "");
+                entry.is_rank_sum()                   ? " gradient of a rank"
+                : entry.kind() == EntryKind::gradient ? " gradient"
+                                                      : "");
 }
 
 std::vector<uint32_t> Shards::shards_in(const Entry& entry, size_t replica) const {
@@ -335,14 +342,6 @@ std::string Shards::describe(const Entry& entry, size_t replica) const {
   if (entry.kind() == EntryKind::gradient) text += " gradient";
   if (inside.size() > 1) text += concat(" and ", inside.size() - 1, " more");
   return text;
-}
-
-std::vector<std::string> Shards::names_in(const Entry& entry, size_t replica) const {
-  std::vector<std::string> names;
-  for (const uint32_t shard_id : shards_in(entry, replica)) {
-    names.emplace_back(shards_[shard_id].name());
-  }
-  return names;
 }
 
 std::vector<uint32_t> Shards::ids_in_order() const {
@@ -509,8 +508,8 @@ void Shards::restore_bucket(const BucketRecord& in, std::vector<uint32_t> ids) {
   if (needs_maxima) begin_updates(made, true);
   for (size_t tile = 0; tile < in.tiles.size(); ++tile) {
     const TileRecord& extents = in.tiles[tile];
-    JobSpace::adopt(made.value->replica_place(tile), extents.parameter, JobSpace::kOnDisk);
-    JobSpace::adopt(made.rest.place(tile), extents.rest, JobSpace::kOnDisk);
+    JobSpace::adopt(value_place(made, tile), extents.parameter, JobSpace::kOnDisk);
+    JobSpace::adopt(rest_place(made, tile), extents.rest, JobSpace::kOnDisk);
   }
 }
 

@@ -18,6 +18,8 @@
 #include "store/cache/entry_table.h"
 #include "store/cache/free_ids.h"
 #include "store/cache/labelled_specs.h"
+#include "store/cache/lease_request.h"
+#include "store/cache/rank_sums.h"
 #include "store/cache/shard.h"
 #include "store/cache/shard_ids.h"
 #include "store/cache/shard_label.h"
@@ -91,8 +93,10 @@ class Shards {
   /// nullptr where there is none with that id.
   Entry* entry(size_t entry_id) const { return entries_[entry_id]; }
   const EntryTable& entries() const { return entries_; }
-  /// nullptr where there is no such shard, or it has no gradient.
-  Entry* find_entry(uint32_t shard_id, Part part) const;
+  /// nullptr where there is no such shard, it has no gradient, or the rank has never had a sum of
+  /// it.
+  Entry* find_entry(uint32_t shard_id, Part part, uint32_t rank = 0) const;
+  RankSums& rank_sums() { return rank_sums_; }
   /// Shards that lie in the entry.
   uint32_t shard_count(const Entry& entry) const;
   /// `visit(shard_id, index in the entry's slot)`, for an entry of values.
@@ -105,7 +109,6 @@ class Shards {
   }
   /// Shards with bytes in the entry's replica `replica`, or in the rest of that tile.
   std::vector<uint32_t> shards_in(const Entry& entry, size_t replica) const;
-  std::vector<std::string> names_in(const Entry& entry, size_t replica) const;
   /// "job/name" or, for gradients, "job/name gradient"; for a bucket, its first shard.
   std::string describe(const Entry& entry) const;
   /// The same of one replica: "job/name", and how many other shards have bytes in it.
@@ -158,8 +161,23 @@ class Shards {
   /// Buckets that an earlier daemon made.
   size_t restored_bucket_count_ = 0;
   EntryTable entries_;
+  RankSums rank_sums_{[this](uint32_t bucket) {
+    const Entry& gradient = *buckets_[bucket].gradient;
+    return add_entry({.id = 0,
+                      .kind = EntryKind::gradient,
+                      .bytes = gradient.bytes(),
+                      .stride_bytes = gradient.stride_bytes(),
+                      .owner = bucket,
+                      .tier = Tier::nvme,
+                      .is_rank_sum = true});
+  }};
   DeclaredSpace declared_;
   ShardSums sums_;
 };
+
+/// As Shards::find_entry(), of what is leased.
+inline Entry* find_entry(const Shards& shards, const LeaseRequest& request) {
+  return shards.find_entry(request.shard_id, request.part, request.rank);
+}
 
 }  // namespace memd

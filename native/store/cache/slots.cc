@@ -241,6 +241,11 @@ void Slots::release_service(Slot& slot, uint32_t index, uint32_t pin) {
 }
 
 void Slots::note(const Entry& entry) {
+  if (entry.is_rank_sum()) {
+    // Nobody's to the next daemon, which must not give the place away while its rank writes there.
+    if (entry.slot() != nullptr) ledger_.note_slot(slot_record(*entry.slot(), SlotRole::retired));
+    return;
+  }
   if (entry.slot() != nullptr)
     ledger_.note_slot(slot_record(entry, *entry.slot(), SlotRole::current));
   if (entry.pending() != nullptr)

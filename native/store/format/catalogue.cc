@@ -582,6 +582,15 @@ std::vector<ExtentRecord> all_extents(const JobRecord& record) {
   return extents;
 }
 
+bool is_load_name(std::string_view name) {
+  constexpr std::string_view kForm = "load/00000000T000000Z-xxxxxxxxxxxx";
+  const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
+  return std::equal(name.begin(), name.end(), kForm.begin(), kForm.end(), [&](char c, char form) {
+    if (form == '0') return is_digit(c);
+    return form == 'x' ? is_digit(c) || (c >= 'a' && c <= 'f') : c == form;
+  });
+}
+
 size_t encoded_bytes(const RootRecord& root) {
   size_t bytes = kHeaderBytes + sizeof(uint64_t) + 2 * sizeof(uint32_t) + kChecksumBytes;
   for (const RootEntry& entry : root.jobs)
@@ -610,6 +619,12 @@ std::vector<std::byte> encode(const RootRecord& root) {
   }
   // A daemon that does not know them would give their extents away.
   if (!root.snapshots.empty()) out[kIncompatibleOffset] |= std::byte{kSnapshotsFeature};
+  // And would take half a load for the job.
+  const bool has_load =
+      std::any_of(root.snapshots.begin(), root.snapshots.end(), [](const SnapshotEntry& each) {
+        return is_load_name(each.name);
+      });
+  if (has_load) out[kIncompatibleOffset] |= std::byte{kLoadsFeature};
   finish_record(out);
   MEMD_CHECK_EQ(out.size(), bytes_expected);
   return out;

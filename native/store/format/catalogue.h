@@ -7,6 +7,7 @@
 #include <set>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -98,6 +99,11 @@ struct SnapshotEntry {
   uint64_t created_s = 0;  // since 1970, for people
   uint64_t number = 0;     // that the caller drew: the same request again makes no second snapshot
 };
+
+/// Whether a session has made the snapshot of this name before it loads a checkpoint: while the
+/// root lists it, its job is half loaded. load/20261126T092228Z-0123456789ab; a user of an earlier
+/// version may have chosen another name that begins so.
+bool is_load_name(std::string_view name);
 
 inline constexpr size_t kSnapshotNameBytesMax = 128;
 inline constexpr size_t kSnapshotsOfJobMax = 64;

@@ -27,7 +27,10 @@ inline constexpr size_t kExtentEncodedBytes = 22;
 inline constexpr uint64_t kMaximaFeature = 1;
 /// The root lists snapshots: extents that no job names any more are taken all the same.
 inline constexpr uint64_t kSnapshotsFeature = 2;
-inline constexpr uint64_t kIncompatibleFeatures = kMaximaFeature | kSnapshotsFeature;
+/// The root lists the snapshot of a load: its job counts for nothing, and goes back to that.
+inline constexpr uint64_t kLoadsFeature = 4;
+inline constexpr uint64_t kIncompatibleFeatures =
+    kMaximaFeature | kSnapshotsFeature | kLoadsFeature;
 inline constexpr uint64_t kReadOnlyCompatibleFeatures = 0;
 
 /// The format of a superblock or record, as its header says it.

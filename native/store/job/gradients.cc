@@ -1,6 +1,7 @@
 #include "store/job/gradients.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace memd {
 
@@ -45,6 +46,8 @@ Status Gradients::drop(uint64_t session_id, const std::vector<uint32_t>& shard_i
   }
   const Shards& shards = job.shards();
   const std::set<uint32_t> chosen(shard_ids.begin(), shard_ids.end());
+  if (const auto rank = job.cache().group().ranks().rank_of(session_id))
+    drop_rank_sums(job, *rank, [&](uint32_t shard_id) { return chosen.contains(shard_id); });
   std::set<uint32_t> buckets;
   for (const uint32_t shard_id : chosen) {
     if (shard_id >= shards.size()) {
@@ -80,7 +83,10 @@ Status Gradients::end_of_rank(uint64_t session_id) {
   if (!found.is_ok()) return found.status();
   JobCache& cache = found.value()->cache();
   Ranks& ranks = cache.group().ranks();
-  ranks.end_gradients(*ranks.rank_of(session_id));
+  const uint32_t rank = *ranks.rank_of(session_id);
+  ranks.end_gradients(rank);
+  // They are in the sums of all ranks; a hint that said so may have found no place in the ring.
+  drop_rank_sums(*found.value(), rank, [](uint32_t) { return true; });
   cache.waits().wake_all();
   return Status::ok();
 }
@@ -115,11 +121,36 @@ Status Gradients::drop_of_ranks(uint64_t session_id, const std::vector<uint32_t>
              group.are_all_with(shard.contributors, session_id);
     });
   }
+  for (uint32_t rank = 0; rank < group.ranks().world_size(); ++rank)
+    drop_rank_sums(job, rank, [&](uint32_t shard_id) { return chosen.contains(shard_id); });
   group.ranks().begin_gradients();
   return Status::ok();
 }
 
+void Gradients::end_rank_sum(uint64_t session_id, uint32_t shard_id) {
+  const auto found = job_of_rank(session_id);
+  if (!found.is_ok()) return;
+  const uint32_t rank = *found.value()->cache().group().ranks().rank_of(session_id);
+  drop_rank_sums(*found.value(), rank, [&](uint32_t each) { return each == shard_id; });
+}
+
+void Gradients::drop_rank_sums(Job& job,
+                               uint32_t rank,
+                               const std::function<bool(uint32_t)>& chosen) {
+  RankSums& sums = job.shards().rank_sums();
+  for (const uint32_t shard_id : sums.shards_of(rank)) {
+    if (!chosen(shard_id)) continue;
+    const uint32_t index = job.shards()[shard_id].bucket;
+    sums.end(rank, index, shard_id);
+    if (!sums.is_empty(rank, index)) continue;
+    drop_bytes(
+        job, *sums.find(rank, index), [&sums, rank, index] { return sums.is_empty(rank, index); });
+  }
+}
+
 void Gradients::drop(Job& job, uint64_t session_id) {
+  if (const auto rank = job.cache().group().ranks().rank_of(session_id))
+    drop_rank_sums(job, *rank, [](uint32_t) { return true; });
   for (const uint32_t index : job.cache().gradient_buckets().list())
     drop_of_session(job, index, session_id, [](const Shard&) { return true; });
 }
@@ -166,18 +197,22 @@ void Gradients::drop_in_bucket(Job& job, uint32_t index, const Chosen& chosen) {
   }
   if (all) job.cache().gradient_buckets().remove(index);
   if (!any || !all) return;
-  Entry* const entry = bucket.gradient;
-  const auto settled = [entry] {
-    return entry->task_count() == 0 && entry->residency() != Residency::filling &&
-           entry->residency() != Residency::draining;
-  };
-  if (settled()) return job.drop_gradient(bucket, parts_.extents);
-  job.conditions().add(settled, [this, &job, index] {
-    Bucket& later = job.shards().bucket(index);
-    const bool unused = std::none_of(later.shards.begin(), later.shards.end(), [&](uint32_t id) {
+  drop_bytes(job, *bucket.gradient, [&job, index] {
+    const ShardIds& held = job.shards().bucket(index).shards;
+    return std::none_of(held.begin(), held.end(), [&job](uint32_t id) {
       return !job.shards()[id].contributors.empty();
     });
-    if (unused) job.drop_gradient(later, parts_.extents);
+  });
+}
+
+void Gradients::drop_bytes(Job& job, Entry& entry, std::function<bool()> is_unused) {
+  const auto settled = [&entry] {
+    return entry.task_count() == 0 && entry.residency() != Residency::filling &&
+           entry.residency() != Residency::draining;
+  };
+  if (settled()) return job.drop_gradient(entry, parts_.extents);
+  job.conditions().add(settled, [this, &job, &entry, is_unused = std::move(is_unused)] {
+    if (is_unused()) job.drop_gradient(entry, parts_.extents);
   });
 }
 

@@ -210,7 +210,7 @@ JobInfo Job::job_info() const {
           .nvme_bytes = space_.quota_bytes(),
           .nvme_bytes_used = space_.used_bytes(),
           .metadata_bytes = admission_.metadata_bytes(),
-          .snapshot_bytes = space_.snapshots().bytes,
+          .snapshot_bytes = space_.snapshots().kept_bytes(),
           .snapshot_count = space_.snapshots().count,
           .host_tier_bytes = shards_.declared().host_tier_bytes(),
           .shard_count = static_cast<uint32_t>(shards_.count()),
@@ -336,8 +336,7 @@ std::vector<ExtentRecord> Job::extents() const {
   return extents;
 }
 
-void Job::drop_gradient(Bucket& bucket, ExtentStore& extents) {
-  Entry& entry = *bucket.gradient;
+void Job::drop_gradient(Entry& entry, ExtentStore& extents) {
   MEMD_FAILPOINT("gradient.before_drop");
   if (entry.is_resident()) cache_.residencies().move(entry, entry.residency(), Residency::absent);
   if (entry.slot() != nullptr) cache_.slots().retire(entry.take_slot());

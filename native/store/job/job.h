@@ -123,7 +123,7 @@ class Job final : private ResidencyGates, private StateGate, private JobRecorder
   Result<std::vector<ShardInfo>> declare(LabelledSpecs declared);
   /// Forgets a blob; its extents are free after the next commit. Nothing leases it.
   void remove(uint32_t shard_id, uint64_t session_id, ExtentStore& extents);
-  void drop_gradient(Bucket& bucket, ExtentStore& extents);
+  void drop_gradient(Entry& entry, ExtentStore& extents);
   /// Replica `replica` of the entry, or the rest of that tile, is gone from the disk.
   void lose(const Entry& entry, size_t replica, const Status& why) override;
   /// All extents that the job holds.

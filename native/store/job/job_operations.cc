@@ -79,8 +79,11 @@ void JobOperations::sync_job(uint64_t job_id, StepDone done) {
 
 // ---- Other operations ---------------------------------------------------------------------------
 
-void JobOperations::enqueue(Job& job, const char* kind, Operations::Start start) {
-  job.operations().enqueue(kind, parts_.clock.now_ns(), std::move(start));
+void JobOperations::enqueue(Job& job,
+                            const char* kind,
+                            Operations::Start start,
+                            size_t at_once_max) {
+  job.operations().enqueue(kind, parts_.clock.now_ns(), std::move(start), at_once_max);
 }
 
 void JobOperations::end(uint64_t job_id) {
@@ -125,29 +128,33 @@ void JobOperations::read_moments(const MomentsRequest& request, Moments::Read do
 
 void JobOperations::write_moments(const MomentsRequest& request,
                                   uint64_t generation,
-                                  MomentValues values,
+                                  NewMoments values,
                                   Done done) {
   const auto owner = parts_.job_of(request.session_id);
   if (!owner.is_ok()) return done(owner.status());
   Job* const job = owner.value();
-  const auto shared = std::make_shared<MomentValues>(std::move(values));
-  enqueue(*job,
-          "moments",
-          [this, job, request, generation, shared, done = std::move(done)](const Status& turn) {
-            if (!turn.is_ok()) return done(turn);
-            const Done written = [this, job, done](const Status& status) {
-              done(status);
-              end(job->job_id());
-            };
-            // All tiles of tier host are in memory before one of them has no extents any more.
-            job->state().host().give_places(
-                buckets_of(*job, request),
-                std::make_shared<StepReport>(),
-                [job, request, generation, shared, written](const Status& placed) {
-                  if (!placed.is_ok()) return written(placed);
-                  job->state().moments().write(request, generation, std::move(*shared), written);
-                });
-          });
+  const auto shared = std::make_shared<NewMoments>(std::move(values));
+  // Places of tier host move for one at a time.
+  const bool has_host = job->shards().declared().has_host_tier();
+  enqueue(
+      *job,
+      "moments",
+      [this, job, request, generation, shared, done = std::move(done)](const Status& turn) {
+        if (!turn.is_ok()) return done(turn);
+        const Done written = [this, job, done](const Status& status) {
+          done(status);
+          end(job->job_id());
+        };
+        // All tiles of tier host are in memory before one of them has no extents any more.
+        job->state().host().give_places(
+            buckets_of(*job, request),
+            std::make_shared<StepReport>(),
+            [job, request, generation, shared, written](const Status& placed) {
+              if (!placed.is_ok()) return written(placed);
+              job->state().moments().write(request, generation, std::move(*shared), written);
+            });
+      },
+      has_host ? 1 : Moments::kWritesAtOnce);
 }
 
 }  // namespace memd

@@ -1,6 +1,8 @@
-// Operations on jobs, one at a time for each: steps, syncs, flushes, access to moments.
+// Operations on jobs: steps, syncs, flushes, access to moments. Those of one job wait for each
+// other.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -45,13 +47,19 @@ class JobOperations {
   /// As Moments::write().
   void write_moments(const MomentsRequest& request,
                      uint64_t generation,
-                     MomentValues values,
+                     NewMoments values,
                      Done done);
+  void write_moments(const MomentsRequest& request,
+                     uint64_t generation,
+                     MomentValues values,
+                     Done done) {
+    write_moments(request, generation, NewMoments(std::move(values)), std::move(done));
+  }
 
   /// `start` runs with ok when it is its turn, or with the reason why that never comes.
-  /// `kind` is what in_flight() calls it.
-  void enqueue(Job& job, const char* kind, Operations::Start start);
-  /// The job's operation that runs has ended.
+  /// `kind` is what in_flight() calls it; see Operations for `at_once_max`.
+  void enqueue(Job& job, const char* kind, Operations::Start start, size_t at_once_max = 1);
+  /// An operation of the job that runs has ended.
   void end(uint64_t job_id);
   const StepTimes& times() const { return times_; }
 

@@ -387,12 +387,14 @@ Result<LedgerContents> Ledger::read(uint64_t base) {
                             .has_notice = (word & kSeatNotice) != 0};
   }
   if (const uint64_t session_id = layout_->grant_session.load(kAcquire); session_id != 0) {
+    const uint32_t part = layout_->grant_flags >> 1;
+    if (part > static_cast<uint32_t>(Part::rank_sum)) return damaged("a grant's part");
     contents.grant =
         GrantRecord{.session_id = session_id,
                     .shard_id = layout_->grant_shard,
                     .pin_index = layout_->grant_pin,
                     .completion_tail = layout_->grant_tail,
-                    .part = static_cast<Part>(layout_->grant_flags >> 1 & 1),
+                    .part = static_cast<Part>(part),
                     .was_written = (layout_->grant_flags & 1) != 0,
                     .contributors = Contributors::from_word(layout_->grant_contributors)};
   }

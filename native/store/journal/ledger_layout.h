@@ -91,7 +91,7 @@ struct LedgerLayout {
   uint32_t grant_shard;
   uint32_t grant_pin;
   uint32_t grant_tail;
-  uint32_t grant_flags;  // part, was written
+  uint32_t grant_flags;  // part, from bit 1 on; bit 0: was written
   uint64_t grant_contributors;
 
   alignas(64) RecordPlace layout_places[2];

@@ -31,6 +31,11 @@ class JobProgress {
   const Status& stopped() const { return stopped_; }
   /// It becomes what the disk says once nobody uses it any more.
   bool goes_to_disk() const { return goes_to_disk_; }
+  /// A checkpoint is being loaded into the job, or that broke off and the job has not gone back
+  /// yet: it is of no step. No step begins, and nobody attaches.
+  bool is_loading() const { return is_loading_; }
+  /// The one that loads; 0: nobody knows, as after another daemon.
+  uint64_t loading_session() const { return loading_session_; }
   /// Why the last step in memory that was to be on disk as well is not; ok once one is.
   const Status& disk_error() const { return disk_error_; }
 
@@ -60,6 +65,11 @@ class JobProgress {
     disk_error_ = Status::ok();
   }
 
+  /// The snapshot of a load is asked for, or it is gone.
+  void set_loading(bool is_loading, uint64_t session_id = 0) {
+    is_loading_ = is_loading;
+    loading_session_ = session_id;
+  }
   void stop(Status why) { stopped_ = std::move(why); }
   /// Memory is of no step: the job goes on from what is on disk.
   void return_to_disk() { goes_to_disk_ = true; }
@@ -74,6 +84,8 @@ class JobProgress {
   Status stopped_;
   Status disk_error_;
   bool goes_to_disk_ = false;
+  bool is_loading_ = false;
+  uint64_t loading_session_ = 0;
 };
 
 }  // namespace memd

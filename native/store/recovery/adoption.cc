@@ -325,8 +325,8 @@ Status Adoption::place_tile_extents() {
         !fits(rest, bucket.may_have_rest(index, rest.length_bytes))) {
       return damaged("a tile's extents");
     }
-    JobSpace::adopt(bucket.value->replica_place(index), value, job_.space.epoch());
-    JobSpace::adopt(bucket.rest.place(index), rest, job_.space.epoch());
+    JobSpace::adopt(value_place(bucket, index), value, job_.space.epoch());
+    JobSpace::adopt(rest_place(bucket, index), rest, job_.space.epoch());
   }
   return Status::ok();
 }
@@ -341,7 +341,7 @@ Status Adoption::reserve_extents() {
   job_.space.count([](const auto&) {});
   const auto adopt = [&](ReplicaPlace place) {
     if (!status.is_ok()) return;
-    job_.space.count(*place);
+    job_.space.count(place);
     const ExtentRecord extent = place->extent();
     const bool is_on_disk = unused.erase(extent.address) == 1;
     JobSpace::adopt(place, extent, is_on_disk ? JobSpace::kOnDisk : job_.space.epoch());

@@ -198,7 +198,7 @@ void RememberedJob::undo_grant() {
   untold_pin_ = grant.pin_index;
   if (grant.part == Part::gradient) {
     shard->second.contributors = grant.contributors;
-  } else if (!grant.was_written) {
+  } else if (grant.part == Part::value && !grant.was_written) {
     shard->second.written = false;
   }
 }

@@ -85,7 +85,11 @@ Job& JobReplacement::put(Exchange& exchange) const {
   for (const Status& status : {kept, room}) {
     if (!status.is_ok()) fresh.progress().stop(status);  // it goes on being refused too
   }
-  fresh.admission().add_snapshots(job.space().snapshots());
+  // Which extents it shares with a load's is not looked for: that one is about to be dropped.
+  SnapshotSpace snapshots = job.space().snapshots();
+  snapshots.load_shared_bytes = 0;
+  fresh.admission().add_snapshots(snapshots);
+  fresh.progress().set_loading(job.progress().is_loading());
   operations_.connect(fresh);
   const uint64_t record_bytes = job.shards().declared().memory_bytes();
   free_on_worker(parts_.workers, JobId{job_id}, record_bytes, parts_.jobs.take(job_id));

@@ -62,6 +62,13 @@ std::optional<Result<SnapshotInfo>> JobSnapshots::answer_early(
                  " bytes; this one has ",
                  request.name.size());
   }
+  const auto ended = ended_early_.find(request.session_id);
+  if (ended != ended_early_.end() && ended->second == request.name) {
+    return error(StatusCode::invalid_argument,
+                 "the session has ended ",
+                 request.name,
+                 " already, and nothing is loaded; begin another load");
+  }
   if (const Snapshot* const held = snapshots_.find(job.job_id(), request.name)) {
     if (held->entry.number == request.number && request.number != 0) return info_of(*held);
     return error(StatusCode::already_exists,
@@ -83,16 +90,59 @@ std::optional<Result<SnapshotInfo>> JobSnapshots::answer_early(
   return std::nullopt;
 }
 
+Status JobSnapshots::check_load(const Job& job, const SnapshotRequest& request) const {
+  const bool is_load = request.session_id != 0;
+  if (is_load != is_load_name(request.name)) {
+    return error(StatusCode::invalid_argument,
+                 is_load ? "a load's snapshot is named load/, date and time in UTC, and 12 "
+                           "hexadecimal digits: "
+                         : "names of this form are those of snapshots that sessions make before "
+                           "they load a checkpoint; choose another one than ",
+                 request.name);
+  }
+  if (job.progress().is_loading()) {
+    return error(StatusCode::in_use,
+                 "job ",
+                 job.name(),
+                 ": a checkpoint is being loaded into it, and a snapshot would be of half of that; "
+                 "try again when the load is done");
+  }
+  return is_load ? check_alone(job, request.session_id) : Status::ok();
+}
+
+Status JobSnapshots::check_alone(const Job& job, uint64_t session_id) {
+  const Ranks& ranks = job.cache().group().ranks();
+  bool is_attached = false;
+  size_t others_count = 0;
+  for (const auto& session : job.cache().sessions()) {
+    const bool is_own = session->session_id == session_id;
+    is_attached |= is_own;
+    // Other ranks wait for the one that loads.
+    const bool is_rank = ranks.rank_of(session_id) && ranks.rank_of(session->session_id);
+    others_count += is_own || is_rank ? 0 : 1;
+  }
+  if (!is_attached) return error(StatusCode::fenced, "the session has ended: ", session_id);
+  if (others_count == 0) return Status::ok();
+  return error(StatusCode::in_use,
+               "job ",
+               job.name(),
+               " has other sessions, which would see a load half-way; close them first: ",
+               others_count);
+}
+
 void JobSnapshots::create(const SnapshotRequest& request, Made made) {
   Job* const job = parts_.jobs.find(request.job_id);
   if (job == nullptr) {
     return made(error(StatusCode::not_found, "there is no job with id ", request.job_id));
   }
   if (const auto early = answer_early(*job, request)) return made(*early);
+  if (Status load = check_load(*job, request); !load.is_ok()) return made(load);
   // A snapshot writes tier host, which otherwise needs no room on disk.
   if (job->shards().declared().has_host_tier()) {
     if (Status room = job->admission().check_next_snapshot(); !room.is_ok()) return made(room);
   }
+  // A step that is closed from here on would come behind the snapshot, and be gone with the load.
+  if (request.session_id != 0) job->progress().set_loading(true, request.session_id);
   // Next to each other in the job's line: no step begins between them.
   const auto synced = std::make_shared<Status>();
   job->steps().sync_all_tiers(
@@ -166,7 +216,13 @@ void JobSnapshots::decode(const CreationPointer& creation) {
 void JobSnapshots::decoded(const CreationPointer& creation) {
   if (!creation->decoded.is_ok()) return finish(creation, creation->decoded);
   Job& job = creation->job;
-  const SnapshotSpace& more = creation->snapshot.space;
+  SnapshotSpace more = creation->snapshot.space;
+  // The job uses all of it but its catalogue, until its next commit.
+  if (more.load_bytes != 0) {
+    more.load_shared_bytes = more.load_bytes;
+    for (const ExtentRecord& extent : creation->snapshot.entry.job.catalogue)
+      more.load_shared_bytes -= extent.length_bytes;
+  }
   if (Status room = job.admission().check_snapshots(more); !room.is_ok()) {
     return finish(creation, room);
   }
@@ -210,6 +266,8 @@ void JobSnapshots::unpin(const CreationPointer& creation, const Status& why) {
 
 void JobSnapshots::finish(const CreationPointer& creation, const Result<SnapshotInfo>& answer) {
   const uint64_t job_id = creation->job.job_id();
+  if (creation->request.session_id != 0 && !answer.is_ok())
+    creation->job.progress().set_loading(false);
   if (creation->snapshot.record != nullptr) end(std::move(creation->snapshot));
   creation->made(answer);
   operations_.end(job_id);
@@ -253,6 +311,29 @@ void JobSnapshots::restore(uint64_t job_id, const std::string& name, Made made) 
       });
 }
 
+void JobSnapshots::take_back(uint64_t job_id, Made made) {
+  Job* const job = parts_.jobs.find(job_id);
+  MEMD_CHECK(job != nullptr && job->cache().sessions().empty());
+  constexpr const char* kEnding = "goes back to what it was before a load that broke off";
+  job->set_ending(kEnding);
+  operations_.enqueue(*job, "restore", [this, job, made = std::move(made)](const Status& turn) {
+    if (!turn.is_ok()) return made(turn);
+    const Snapshot* const load = snapshots_.of_load(job->job_id());
+    if (load == nullptr) {
+      job->set_ending(nullptr);
+      made(error(StatusCode::not_found, "job ", job->name(), " has nothing to go back to"));
+      return operations_.end(job->job_id());
+    }
+    job->set_ending(kEnding);  // an operation before this one may have given up
+    // Tensors that are still sent or received lie in its memory.
+    job->conditions().add(
+        [job] { return !job->cache().activities().any() && check_not_streamed(*job).is_ok(); },
+        [this, job, name = std::string(load->entry.name), made] {
+          begin_restore(*job, name, Status::ok(), made);
+        });
+  });
+}
+
 void JobSnapshots::begin_restore(Job& job,
                                  const std::string& name,
                                  const Status& synced,
@@ -265,8 +346,10 @@ void JobSnapshots::begin_restore(Job& job,
   const bool is_at_end =
       !job.progress().stopped().is_ok() || synced.code() == StatusCode::integrity;
   if (!synced.is_ok() && !is_at_end) return refuse(restoring, synced);
-  if (snapshot->record == nullptr || snapshot->is_catalogue_lost ||
-      !snapshot->lost_shards.empty()) {
+  // A load's has what its job had: lost shards, too, which stop nobody from reading the others.
+  const bool is_whole =
+      is_load_name(name) || (!snapshot->is_catalogue_lost && snapshot->lost_shards.empty());
+  if (snapshot->record == nullptr || !is_whole) {
     return refuse(restoring,
                   error(StatusCode::integrity,
                         "snapshot ",
@@ -292,7 +375,10 @@ void JobSnapshots::built(const RestoringPointer& restoring) {
   if (!restoring->built.is_ok()) return refuse(restoring, restoring->built);
   Job& fresh = *restoring->fresh;
   fresh.admission().take_terms(job.admission());
-  if (Status room = fresh.admission().check_snapshots(job.space().snapshots()); !room.is_ok()) {
+  // The load goes, and the snapshot with it: that needs no room.
+  const bool is_taken_back = is_load_name(snapshots_.find(restoring->snapshot_id)->entry.name);
+  if (Status room = fresh.admission().check_snapshots(job.space().snapshots());
+      !room.is_ok() && !is_taken_back) {
     return refuse(restoring, room);
   }
   if (Status room = check_memory(*restoring); !room.is_ok()) return refuse(restoring, room);
@@ -303,8 +389,9 @@ void JobSnapshots::built(const RestoringPointer& restoring) {
   // Else the next daemon would take the memory of now for that of then.
   job.kept().ledger().give_up();
   MEMD_FAILPOINT("snapshot.before_restore");
-  parts_.commits.commit(
-      job.job_id(), fresh.durable(), [this, restoring](const Status& status, double) {
+  const std::string& name = snapshots_.find(restoring->snapshot_id)->entry.name;
+  parts_.commits.commit_gone_back(
+      job.job_id(), name, fresh.durable(), [this, restoring](const Status& status, double) {
         committed(restoring, status);
       });
 }
@@ -336,6 +423,7 @@ void JobSnapshots::committed(const RestoringPointer& restoring, const Status& st
     MEMD_FAILPOINT("snapshot.restored");
     const Snapshot* const kept = snapshots_.find(restoring->snapshot_id);
     MEMD_CHECK(kept != nullptr);
+    list_last(job, *kept);
     return go_back(restoring, std::move(restoring->fresh), info_of(*kept));
   }
   // The job is what the disk says, with a ledger again.
@@ -345,12 +433,45 @@ void JobSnapshots::committed(const RestoringPointer& restoring, const Status& st
   go_back(restoring, std::move(again).value(), status);
 }
 
+void JobSnapshots::list_last(Job& job, const Snapshot& kept) {
+  for (const Snapshot* const each : snapshots_.list_last(kept.id)) {
+    const SnapshotSpace moved{
+        .count = 0, .bytes = 0, .memory_bytes = 0, .steps = each->space.steps};
+    job.admission().remove_snapshots(moved);
+    job.admission().add_snapshots(moved);
+  }
+}
+
 void JobSnapshots::go_back(const RestoringPointer& restoring,
                            std::unique_ptr<Job> fresh,
                            const Result<SnapshotInfo>& answer) {
+  const uint64_t job_id = restoring->job.job_id();
   JobReplacement(parts_, operations_)
-      .go_back(
-          restoring->job, std::move(fresh), [made = restoring->made, answer] { made(answer); });
+      .go_back(restoring->job, std::move(fresh), [this, job_id, made = restoring->made, answer] {
+        answer.is_ok() ? restored(job_id, answer.value(), made) : made(answer);
+      });
+}
+
+void JobSnapshots::restored(uint64_t job_id, const SnapshotInfo& info, const Made& made) {
+  Job& job = *parts_.jobs.find(job_id);
+  if (!job.progress().is_loading()) return made(info);
+  const Snapshot* const load = snapshots_.of_load(job_id);
+  MEMD_CHECK(load != nullptr);
+  const Done dropped = [made, info](const Status& status) {
+    status.is_ok() ? made(info) : made(status);
+  };
+  const auto drop_load = [this, &job, id = load->id, name = load->entry.name, dropped] {
+    // Its reader has ended with its session, and the daemon hears of that a moment later.
+    const auto is_unread = [this, &job, id] {
+      const Snapshot* const unread = snapshots_.find(id);
+      return unread == nullptr || readings_.check_unread(*unread, job.name()).is_ok();
+    };
+    job.conditions().add(is_unread,
+                         [this, &job, name, dropped] { begin_drop(job, name, dropped); });
+  };
+  operations_.enqueue(job, "snapshot drop", [drop_load, dropped](const Status& turn) {
+    turn.is_ok() ? drop_load() : dropped(turn);
+  });
 }
 
 void JobSnapshots::refuse(const RestoringPointer& restoring, const Status& why) {
@@ -373,6 +494,52 @@ Status JobSnapshots::no_such(const Job& job, const std::string& name) const {
                names.empty() ? "; it has none" : concat("; it has ", names));
 }
 
+Status JobSnapshots::ends_with_load(const Job& job, const std::string& name) {
+  return error(StatusCode::in_use,
+               "snapshot ",
+               name,
+               " is what job ",
+               job.name(),
+               " goes back to unless the load into it is complete; without it half a load would "
+               "count, so it ends with the load");
+}
+
+void JobSnapshots::end_load(uint64_t session_id, const std::string& name, Done done) {
+  const auto owner = parts_.job_of(session_id);
+  if (!owner.is_ok()) return done(owner.status());
+  Job* const job = owner.value();
+  if (!is_load_name(name)) {
+    return done(error(StatusCode::invalid_argument, name, " is the name of no load's snapshot"));
+  }
+  // Another rank does not know what is still to come.
+  const uint64_t loading = job->progress().loading_session();
+  if (loading != 0 && loading != session_id) return done(ends_with_load(*job, name));
+  // Next to each other in the job's line: all that was loaded is on disk when it counts. The
+  // snapshot may still be on its way there.
+  const auto synced = std::make_shared<Status>();
+  job->steps().sync_all_tiers(
+      [synced](const Status& status, const StepReport&) { *synced = status; });
+  operations_.enqueue(
+      *job,
+      "snapshot drop",
+      [this, job, session_id, name, synced, done = std::move(done)](const Status& turn) {
+        if (!turn.is_ok()) return done(turn);
+        note_ended_early(session_id, *job, name);
+        if (synced->is_ok()) return begin_drop(*job, name, done);
+        done(*synced);
+        operations_.end(job->job_id());
+      });
+}
+
+// The client has given up its request for the snapshot, which may still be on its way. Were it
+// granted, each step of the session would be refused until it ends.
+void JobSnapshots::note_ended_early(uint64_t session_id, const Job& job, const std::string& name) {
+  if (snapshots_.find(job.job_id(), name) != nullptr) return;
+  ended_early_[session_id] = name;
+  std::erase_if(ended_early_,
+                [&](const auto& each) { return !parts_.sessions.contains(each.first); });
+}
+
 void JobSnapshots::drop(uint64_t job_id, const std::string& name, Done done) {
   Job* const job = parts_.jobs.find(job_id);
   if (job == nullptr) {
@@ -381,6 +548,8 @@ void JobSnapshots::drop(uint64_t job_id, const std::string& name, Done done) {
   if (job->ending() != nullptr) {
     return done(error(StatusCode::unavailable, "job ", job->name(), " ", job->ending()));
   }
+  if (is_load_name(name) && snapshots_.find(job_id, name) != nullptr)
+    return done(ends_with_load(*job, name));
   operations_.enqueue(
       *job, "snapshot drop", [this, job, name, done = std::move(done)](const Status& turn) {
         turn.is_ok() ? begin_drop(*job, name, done) : done(turn);
@@ -408,6 +577,7 @@ void JobSnapshots::begin_drop(Job& job, const std::string& name, const Done& don
         const uint64_t of_job = job.job_id();
         if (status.is_ok()) {
           MEMD_FAILPOINT("snapshot.dropped");
+          if (is_load_name(snapshots_.find(id)->entry.name)) job.progress().set_loading(false);
           job.admission().remove_snapshots(snapshots_.find(id)->space);
           end(snapshots_.take(id));
         } else {
@@ -435,7 +605,9 @@ Result<std::vector<SnapshotInfo>> JobSnapshots::list(uint64_t job_id) const {
     return error(StatusCode::not_found, "there is no job with id ", job_id);
   }
   std::vector<SnapshotInfo> infos;
-  for (const Snapshot* const each : snapshots_.of_job(job_id)) {
+  std::vector<const Snapshot*> all = snapshots_.of_job(job_id);
+  std::ranges::stable_sort(all, {}, [](const Snapshot* each) { return each->entry.created_s; });
+  for (const Snapshot* const each : all) {
     SnapshotInfo& info = infos.emplace_back(info_of(*each));
     const auto part = readings_.part_read(each->id);
     info.is_exported = part.has_value();

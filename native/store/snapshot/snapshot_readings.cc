@@ -5,6 +5,7 @@
 
 #include "base/bulk_bytes.h"
 #include "base/units.h"
+#include "optim/bf16_master.h"
 #include "store/format/tile_rest.h"
 
 namespace memd {
@@ -93,8 +94,7 @@ void SnapshotPiece::join_master() {
     const auto half = field_at<uint16_t>(halves + i * sizeof(uint16_t));
     const int16_t remainder =
         remainders == nullptr ? int16_t{0} : field_at<int16_t>(remainders + i * sizeof(int16_t));
-    // As adam_bf16() joins them.
-    masters[i] = (uint32_t{half} << 16) + static_cast<uint32_t>(int32_t{remainder});
+    masters[i] = bf16_master(half, remainder);
   }
 }
 

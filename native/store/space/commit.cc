@@ -1,6 +1,7 @@
 #include "store/space/commit.h"
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <set>
 #include <utility>
@@ -25,6 +26,16 @@ const RootEntry* find_entry(const RootRecord& root, uint64_t job_id) {
     return e.job_id == job_id;
   });
   return found == root.jobs.end() ? nullptr : &*found;
+}
+
+/// Moves the job's snapshots behind `name` to the front of the job's; others keep their order.
+void list_last(std::vector<SnapshotEntry>& all, uint64_t job_id, const std::string& name) {
+  const auto is_of_job = [&](const SnapshotEntry& each) { return each.job.job_id == job_id; };
+  const auto found = std::ranges::find_if(
+      all, [&](const SnapshotEntry& each) { return is_of_job(each) && each.name == name; });
+  MEMD_CHECK(found != all.end());
+  const auto end = std::stable_partition(std::next(found), all.end(), is_of_job);
+  std::rotate(all.begin(), std::next(found), end);
 }
 
 }  // namespace
@@ -170,6 +181,20 @@ void Commits::commit(uint64_t job_id,
                      std::function<void(const Status&, double)> done) {
   auto commit = std::make_shared<Commit>();
   commit->source = &source;
+  commit->job_id = job_id;
+  commit->done = std::move(done);
+  enqueue(std::move(commit));
+}
+
+void Commits::commit_gone_back(uint64_t job_id,
+                               const std::string& snapshot,
+                               CatalogueSource& source,
+                               std::function<void(const Status&, double)> done) {
+  auto commit = std::make_shared<Commit>();
+  commit->source = &source;
+  commit->edit = [job_id, snapshot](RootRecord& root) {
+    list_last(root.snapshots.edit(), job_id, snapshot);
+  };
   commit->job_id = job_id;
   commit->done = std::move(done);
   enqueue(std::move(commit));

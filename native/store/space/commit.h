@@ -81,6 +81,12 @@ class Commits {
   void commit(uint64_t job_id,
               CatalogueSource& source,
               std::function<void(const Status&, double commit_seconds)> done);
+  /// The same of a job that has gone back to the snapshot: from then on the root lists that one
+  /// last of the job's, and before it those from before it.
+  void commit_gone_back(uint64_t job_id,
+                        const std::string& snapshot,
+                        CatalogueSource& source,
+                        std::function<void(const Status&, double commit_seconds)> done);
   /// Takes the job out of the root, and its snapshots with it; its catalogue and `extents` are
   /// released afterwards, and what its snapshots pin is unpinned.
   void remove(uint64_t job_id,
@@ -121,8 +127,8 @@ class Commits {
     std::unique_ptr<BlockBytes> block;
   };
   struct Commit {
-    CatalogueSource* source = nullptr;  // or else:
-    std::function<void(RootRecord&)> edit;
+    CatalogueSource* source = nullptr;      // where the job's catalogue changes
+    std::function<void(RootRecord&)> edit;  // of anything else; may be empty
     uint64_t job_id = 0;
     std::vector<ExtentRecord> releasable;
     std::vector<PinnedList> pinned;  // no more, afterwards

@@ -122,9 +122,7 @@ SpaceNeeded DeclaredSpace::needed(const Durability& durability,
   // "none" overwrites what the last sync left; the others keep it until the next commit on disk.
   needed.copies = durability.is_none() ? 1 : 2;
   // A step in memory cannot be undone, so that a tile's old extents go as soon as it has new ones.
-  if (durability.is_in_memory()) {
-    needed.replaced_bytes = std::min(tile_count_, tile_count_replaced) * tile_bytes_max_;
-  }
+  if (durability.is_in_memory()) needed.replaced_bytes = replaced_bytes(tile_count_replaced);
   // Beside the largest, which is being written. As Job::gradients_fit().
   const uint64_t wanted_bytes = gradient_bytes_ + gradient_bytes_max_;
   if (wanted_bytes > arena_bytes_max) {
@@ -133,6 +131,10 @@ SpaceNeeded DeclaredSpace::needed(const Durability& durability,
   needed.kept_value_bytes = kept_value_bytes_;
   needed.blob_bytes = blob_bytes_;
   return needed;
+}
+
+uint64_t DeclaredSpace::replaced_bytes(uint64_t tile_count_replaced) const {
+  return std::min(tile_count_, tile_count_replaced) * tile_bytes_max_;
 }
 
 std::string SpaceNeeded::text() const {

@@ -56,6 +56,8 @@ class DeclaredSpace {
   SpaceNeeded needed(const Durability& durability,
                      uint64_t arena_bytes_max,
                      uint64_t tile_count_replaced) const;
+  /// The new extents of at most so many tiles, while their old ones stay.
+  uint64_t replaced_bytes(uint64_t tile_count_replaced) const;
   /// Bytes of the encoded JobRecord, when everything is written, without the job's name.
   uint64_t catalogue_bytes() const { return catalogue_bytes_; }
   /// Counts in a catalogue when everything is written: extents, and blobs and buffers.

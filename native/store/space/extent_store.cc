@@ -63,13 +63,14 @@ Status ExtentStore::reserve(const ExtentRecord& extent, ExtentHolder holder) {
   return reserved;
 }
 
-void ExtentStore::release(const ExtentRecord& extent, ExtentHolder holder) {
+bool ExtentStore::release(const ExtentRecord& extent, ExtentHolder holder) {
   const PinnedExtents::Space space =
       holder == ExtentHolder::job ? pinned_.release(extent) : pinned_.unpin(extent);
   if (space == PinnedExtents::Space::unchanged && !MEMD_PLANTED("snapshot.extents_not_kept"))
-    return;
+    return true;
   unreadable_.erase(extent.address);
   free_.release(extent);
+  return false;
 }
 
 std::string ExtentStore::place_of(const ExtentRecord& extent) const {

@@ -53,8 +53,8 @@ class ExtentStore {
   Status reserve(const ExtentRecord& extent, ExtentHolder holder = ExtentHolder::job);
   /// A snapshot begins to name what its job holds.
   void pin_held(const ExtentRecord& extent) { pinned_.pin_held(extent); }
-  /// The holder needs it no more; it is free once nobody else holds it.
-  void release(const ExtentRecord& extent, ExtentHolder holder = ExtentHolder::job);
+  /// The holder needs it no more; it is free once nobody else holds it. True: somebody does.
+  bool release(const ExtentRecord& extent, ExtentHolder holder = ExtentHolder::job);
 
   /// Fills `into` (length_bytes) and verifies it. A mismatch is read once more, into private
   /// memory: trainers may have changed memory that they map between the read and the comparison,

@@ -1,9 +1,21 @@
 #include "store/space/job_space.h"
 
+#include "base/check.h"
 #include "base/failpoint.h"
 #include "base/status.h"
 
 namespace memd {
+namespace {
+
+/// While something is loaded no other snapshot begins to name what the job uses.
+void release_extent(const ExtentRecord& extent, ExtentStore& extents, SnapshotSpace& snapshots) {
+  const bool is_kept = extents.release(extent);
+  if (!is_kept) return;
+  uint64_t& shared_bytes = snapshots.load_shared_bytes;
+  shared_bytes -= std::min<uint64_t>(shared_bytes, extent.length_bytes);
+}
+
+}  // namespace
 
 void JobSpace::take(SpaceUse use, uint64_t bytes) {
   used_bytes_ += bytes;
@@ -24,7 +36,7 @@ std::string JobSpace::taken_text(SpaceUse use) const {
   };
   add(superseded_bytes, "old ones, until the next commit");
   add(metadata_bytes_, "the catalogue, old and new");
-  add(snapshots_.bytes, "snapshots");
+  add(snapshots_.kept_bytes(), "snapshots");
   return text;
 }
 
@@ -32,9 +44,15 @@ void JobSpace::replace(ReplicaPlace place, const ExtentRecord& extent, ExtentSto
   MEMD_FAILPOINT("extent.before_supersede");
   release(place, extents);
   *place.replica_ = Replica(extent, epoch_);
+  if (place.is_host_ && extent.exists()) ++host_extent_count_;
 }
 
 void JobSpace::release(ReplicaPlace place, ExtentStore& extents) {
+  if (place.is_host_ && place->exists()) {
+    // Its steps are in memory: roll_back(), which counts nothing, has none of it.
+    MEMD_CHECK(!is_updating_ && host_extent_count_ > 0);
+    --host_extent_count_;
+  }
   if (!place->exists()) {
     // Rolling back leaves the place without an extent again.
     if (is_updating_) superseded_.push_back({.replica = place.replica_, .extent = {}});
@@ -44,7 +62,7 @@ void JobSpace::release(ReplicaPlace place, ExtentStore& extents) {
     superseded_.push_back({.replica = place.replica_, .extent = place->extent()});
   } else {
     give_back(SpaceUse::state, place->length_bytes());
-    extents.release(place->extent());
+    release_extent(place->extent(), extents, snapshots_);
   }
   *place.replica_ = {};
 }
@@ -88,7 +106,13 @@ void JobSpace::adopt(ReplicaPlace place, const ExtentRecord& extent, uint64_t ep
 
 void JobSpace::count(const Walk& each_replica) {
   used_bytes_ = 0;
-  each_replica([this](ReplicaPlace place) { count(*place); });
+  host_extent_count_ = 0;
+  each_replica([this](ReplicaPlace place) { count(place); });
+}
+
+void JobSpace::count(ReplicaPlace place) {
+  used_bytes_ += place->length_bytes();
+  if (place.is_host_ && place->exists()) ++host_extent_count_;
 }
 
 void JobSpace::end_epoch() {
@@ -150,7 +174,7 @@ bool JobSpace::release_superseded(ExtentStore& extents, size_t count) {
     superseded_.pop_front();
     if (!extent.exists()) continue;
     used_bytes_ -= extent.length_bytes;
-    extents.release(extent);
+    release_extent(extent, extents, snapshots_);
   }
   return committing_count_ == 0;
 }

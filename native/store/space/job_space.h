@@ -31,14 +31,23 @@ struct KeptStep {
 /// The part of a job's quotas that its snapshots take: each counts as if it shared nothing.
 struct SnapshotSpace {
   uint32_t count = 0;
-  uint64_t bytes = 0;             // on disk
+  uint64_t bytes = 0;       // on disk
+  uint64_t load_bytes = 0;  // a part of these: of the one of a load
+  /// A part of those: the job uses the same extents, and they count once. So the load has the room
+  /// that a step's second copy would take.
+  uint64_t load_shared_bytes = 0;
   uint64_t memory_bytes = 0;      // for their records, beside the pool
-  std::vector<KeptStep> steps{};  // of those that are whole; oldest snapshot first
+  std::vector<KeptStep> steps{};  // of those that are whole, as the root lists them
+
+  /// On disk, beside what the job uses.
+  uint64_t kept_bytes() const { return bytes - load_shared_bytes; }
 };
 
 inline SnapshotSpace& operator+=(SnapshotSpace& sum, const SnapshotSpace& more) {
   sum.count += more.count;
   sum.bytes += more.bytes;
+  sum.load_bytes += more.load_bytes;
+  sum.load_shared_bytes += more.load_shared_bytes;
   sum.memory_bytes += more.memory_bytes;
   sum.steps.insert(sum.steps.end(), more.steps.begin(), more.steps.end());
   return sum;
@@ -47,6 +56,8 @@ inline SnapshotSpace& operator+=(SnapshotSpace& sum, const SnapshotSpace& more) 
 inline SnapshotSpace& operator-=(SnapshotSpace& sum, const SnapshotSpace& less) {
   sum.count -= less.count;
   sum.bytes -= less.bytes;
+  sum.load_bytes -= less.load_bytes;
+  if (sum.load_bytes == 0) sum.load_shared_bytes = 0;
   sum.memory_bytes -= less.memory_bytes;
   for (const KeptStep& each : less.steps) std::erase(sum.steps, each);
   return sum;
@@ -96,6 +107,8 @@ class JobSpace {
   void promise(uint64_t bytes) { promised_bytes_ = used_bytes_ + bytes; }
   uint64_t promised_bytes() const { return promised_bytes_; }
   void end_promise() { promised_bytes_ = 0; }
+  /// Some extent has a tile of tier host.
+  bool has_host_extents() const { return host_extent_count_ != 0; }
 
   /// The epoch of a replica that comes now.
   uint64_t epoch() const { return epoch_; }
@@ -124,7 +137,7 @@ class JobSpace {
   static void adopt(ReplicaPlace place, const ExtentRecord& extent, uint64_t epoch);
   /// Counts anew: every replica that the walk visits.
   void count(const Walk& each_replica);
-  void count(const Replica& replica) { used_bytes_ += replica.length_bytes(); }
+  void count(ReplicaPlace place);
 
   // A step.
   void begin_update();
@@ -150,7 +163,7 @@ class JobSpace {
 
  private:
   void end_epoch();
-  uint64_t set_aside_bytes() const { return metadata_bytes_ + snapshots_.bytes; }
+  uint64_t set_aside_bytes() const { return metadata_bytes_ + snapshots_.kept_bytes(); }
 
   struct Superseded {
     Replica* replica;  // nullptr: its entry is gone, and nothing returns there
@@ -162,6 +175,7 @@ class JobSpace {
   SnapshotSpace snapshots_;
   uint64_t used_bytes_ = 0;
   uint64_t promised_bytes_ = 0;  // 0: no step in memory runs
+  uint64_t host_extent_count_ = 0;
   uint64_t epoch_ = kOnDisk + 1;
   uint64_t referenced_end_ = kOnDisk + 1;  // what came in an epoch before it
   uint64_t referenced_end_before_ = 0;     // without the commit in flight

@@ -65,7 +65,9 @@ static_assert(sizeof(Replica) == 24);
 /// alone writes down what lies where. All others read. Valid as long as the replica is.
 class ReplicaPlace {
  public:
-  explicit ReplicaPlace(Replica& replica) : replica_(&replica) {}
+  /// `is_host`: a tile of tier host, which has an extent only where a snapshot wrote it.
+  explicit ReplicaPlace(Replica& replica, bool is_host = false)
+      : replica_(&replica), is_host_(is_host) {}
 
   const Replica& operator*() const { return *replica_; }
   const Replica* operator->() const { return replica_; }
@@ -74,6 +76,7 @@ class ReplicaPlace {
   friend class JobSpace;
 
   Replica* replica_;
+  bool is_host_;
 };
 
 /// As many as the constructor is told, which stay where they are until the list is moved. One,
@@ -108,9 +111,9 @@ class ReplicaList {
     MEMD_CHECK_LT(index, size());
     return data()[index];
   }
-  ReplicaPlace place(size_t index) {
+  ReplicaPlace place(size_t index, bool is_host = false) {
     MEMD_CHECK_LT(index, size());
-    return ReplicaPlace(is_array() ? array_.first[index] : one_);
+    return ReplicaPlace(is_array() ? array_.first[index] : one_, is_host);
   }
 
  private:

@@ -10,8 +10,9 @@
 namespace memd {
 
 SnapshotSpace space_of(const Snapshot& snapshot) {
-  SnapshotSpace space{.count = 1, .bytes = 0, .memory_bytes = 0, .steps = {}};
+  SnapshotSpace space{.count = 1};
   for (const ExtentRecord& extent : *snapshot.extents) space.bytes += extent.length_bytes;
+  if (is_load_name(snapshot.entry.name)) space.load_bytes = space.bytes;
   if (snapshot.record == nullptr) return space;
   space.steps.push_back({.name = snapshot.entry.name, .step = snapshot.entry.step});
   DeclaredSpace declared;
@@ -27,6 +28,7 @@ SnapshotSpace space_of(const Snapshot& snapshot) {
 
 const Snapshot& Snapshots::add(Snapshot snapshot) {
   snapshot.id = id_next_++;
+  snapshot.turn = turn_next_++;
   const uint64_t id = snapshot.id;
   return all_.emplace(id, std::move(snapshot)).first->second;
 }
@@ -51,11 +53,19 @@ std::vector<const Snapshot*> Snapshots::of_job(uint64_t job_id) const {
   return found;
 }
 
+const Snapshot* Snapshots::of_load(uint64_t job_id) const {
+  for (const auto& [id, snapshot] : all_) {
+    if (snapshot.entry.job.job_id == job_id && is_load_name(snapshot.entry.name)) return &snapshot;
+  }
+  return nullptr;
+}
+
 const Snapshot* Snapshots::last_before(uint64_t job_id, uint64_t step) const {
   const Snapshot* last = nullptr;
   for (const Snapshot* const each : of_job(job_id)) {
     const bool is_whole = !each->is_catalogue_lost && each->lost_shards.empty();
-    if (is_whole && each->entry.step < step) last = each;
+    if (!is_whole || each->entry.step >= step) continue;
+    if (last == nullptr || each->turn > last->turn) last = each;
   }
   return last;
 }
@@ -67,6 +77,15 @@ std::string Snapshots::names_text(uint64_t job_id) const {
     text += each->entry.name;
   }
   return text;
+}
+
+std::vector<const Snapshot*> Snapshots::list_last(uint64_t id) {
+  const Snapshot& last = all_.at(id);
+  std::vector<const Snapshot*> moved = of_job(last.entry.job.job_id);
+  std::erase_if(moved, [&](const Snapshot* each) { return each->turn > last.turn; });
+  std::ranges::sort(moved, {}, &Snapshot::turn);
+  for (const Snapshot* const each : moved) all_.at(each->id).turn = turn_next_++;
+  return moved;
 }
 
 Snapshot Snapshots::take(uint64_t id) {

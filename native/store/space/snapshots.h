@@ -17,7 +17,8 @@ namespace memd {
 
 /// A committed step of a job that later steps leave alone.
 struct Snapshot {
-  uint64_t id = 0;  // in this daemon's life
+  uint64_t id = 0;    // in this daemon's life
+  uint64_t turn = 0;  // ascends in the root's order of its job's
   SnapshotEntry entry;
   /// Its catalogue's content; nothing where that is damaged.
   std::shared_ptr<const JobRecord> record;
@@ -44,15 +45,21 @@ class Snapshots {
   /// nullptr where there is none.
   const Snapshot* find(uint64_t id) const;
   const Snapshot* find(uint64_t job_id, const std::string& name) const;
-  /// Oldest first.
+  /// By ascending ids.
   std::vector<const Snapshot*> of_job(uint64_t job_id) const;
-  /// The newest that is whole and of an earlier step than `step`; nullptr where there is none.
+  /// The job goes back to it if a load breaks off; nullptr where nothing is loaded into it.
+  const Snapshot* of_load(uint64_t job_id) const;
+  /// The last of the root's list that is whole and of an earlier step than `step`; nullptr where
+  /// there is none.
   const Snapshot* last_before(uint64_t job_id, uint64_t step) const;
   /// The names of the job's, with commas; for an error.
   std::string names_text(uint64_t job_id) const;
 
   /// The commit that takes it out of the root begins, or has failed.
   void set_ending(uint64_t id, bool is_ending) { all_.at(id).is_ending = is_ending; }
+  /// Its job has gone back to it: as Commits::commit_gone_back() has changed the root's list.
+  /// Returns those that were moved to the end, in their order.
+  std::vector<const Snapshot*> list_last(uint64_t id);
   /// It ends.
   Snapshot take(uint64_t id);
   /// All of the job's end.
@@ -64,6 +71,7 @@ class Snapshots {
   const StepLost step_lost_;
   std::map<uint64_t, Snapshot> all_;  // by id
   uint64_t id_next_ = 1;
+  uint64_t turn_next_ = 1;
 };
 
 }  // namespace memd

@@ -244,24 +244,16 @@ SpaceNeeded Admission::space_needed(const DeclaredSpace& declared,
                                     const SnapshotSpace& snapshots) const {
   SpaceNeeded needed = declared.needed(durability_, arena_bytes_beside(declared), kTilesInFlight);
   needed.catalogue_bytes = 2 * catalogue_bytes(declared);
-  needed.snapshot_bytes = snapshots.bytes;
+  // While something is loaded no step needs a second copy: the job from before has that room. Two
+  // parts of a tile may be loaded with a commit between them.
+  const uint64_t second_copy_bytes = (needed.copies - 1) * needed.updated_once_bytes;
+  if (snapshots.load_bytes != 0) needed.replaced_bytes = declared.replaced_bytes(kTilesInFlight);
+  needed.snapshot_bytes = snapshots.bytes - std::min(snapshots.load_bytes, second_copy_bytes);
   // The job too has bytes that a snapshot wrote, until a step changes them: also of one that was
   // dropped.
-  if (snapshots.count != 0 || has_host_tier_on_disk())
+  if (snapshots.count != 0 || parts_.space.has_host_extents())
     needed.host_tier_bytes = declared.host_tier_bytes();
   return needed;
-}
-
-bool Admission::has_host_tier_on_disk() const {
-  if (!parts_.shards.declared().has_host_tier()) return false;
-  const auto exists = [](const Replica& replica) { return replica.exists(); };
-  for (const Bucket& bucket : parts_.shards.buckets()) {
-    if (!bucket.is_host()) continue;
-    const ReplicaList& values = bucket.value->replicas();
-    if (std::any_of(values.begin(), values.end(), exists)) return true;
-    if (std::any_of(bucket.rest.begin(), bucket.rest.end(), exists)) return true;
-  }
-  return false;
 }
 
 uint64_t Admission::arena_bytes_beside(const DeclaredSpace& declared) const {

@@ -128,8 +128,6 @@ class Admission {
   uint64_t catalogue_bytes(const DeclaredSpace& declared) const;
   /// Adds to `wanted` what the bucket has not begun: optimizer state, and maxima as well.
   static void add_state(DeclaredSpace& wanted, const Bucket& bucket, bool with_maxima);
-  /// Some extent has a tile of tier host.
-  bool has_host_tier_on_disk() const;
   /// Bytes that the arena has at most beside the tier host of `declared`.
   uint64_t arena_bytes_beside(const DeclaredSpace& declared) const;
   SpaceNeeded space_needed(const DeclaredSpace& declared, const SnapshotSpace& snapshots) const;

@@ -4,6 +4,7 @@ namespace memd {
 
 void ExtentLog::note_value(const Entry& entry, size_t index) {
   using Kind = LooseKey::Kind;
+  if (entry.is_rank_sum()) return;  // the next daemon has no use for it
   const bool gradient = entry.kind() == EntryKind::gradient;
   if (space_.is_updating() && !gradient) return;
   const Kind kind = gradient                               ? Kind::gradient

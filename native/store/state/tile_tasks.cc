@@ -435,7 +435,7 @@ Status TileTasks::reserve_extents(Running& running) {
 Status TileTasks::reserve(const TileTask& task, uint64_t length_bytes, ExtentRecord* extent) {
   if (extent->exists()) return Status::ok();
   JobSpace& space = parts_.space;
-  const SpaceUse use = task.entry->use();
+  const SpaceUse use = space_use_of(*task.entry);
   // Speculative values are made again later; for their sake nothing goes.
   const auto find_more = [&] { return task.keep == nullptr && reclaim_.extents(); };
   while (!space.has_room(use, length_bytes)) {
@@ -681,7 +681,7 @@ void TileTasks::settle(const Running& running,
   } else if (status.is_ok()) {
     parts_.space.replace(place, extent, parts_.extents);
   } else {
-    parts_.space.give_back(task.entry->use(), extent.length_bytes);
+    parts_.space.give_back(space_use_of(*task.entry), extent.length_bytes);
     parts_.extents.release(extent);
   }
 }
@@ -690,16 +690,19 @@ void TileTasks::settle_extents(const Running& running, const Status& status) {
   const TileTask& task = running.task;
   if (running.is_host() && running.changes_state() && status.is_ok()) {
     // Bytes that a snapshot wrote are the snapshot's alone from here on.
-    const ReplicaPlace value = task.entry->replica_place(task.index);
-    const ReplicaPlace rest = task.bucket->rest.place(task.index);
+    const ReplicaPlace value = value_place(*task.bucket, task.index);
+    const ReplicaPlace rest = rest_place(*task.bucket, task.index);
     if (value->exists()) parts_.space.release(value, parts_.extents);
     if (rest->exists()) parts_.space.release(rest, parts_.extents);
   }
   if (running.writes_value()) {
-    settle(running, status, running.value_extent, task.entry->replica_place(task.index));
+    settle(running,
+           status,
+           running.value_extent,
+           task.entry->replica_place(task.index, running.is_host()));
   }
   if (running.writes_rest()) {
-    settle(running, status, running.rest_extent, task.bucket->rest.place(task.index));
+    settle(running, status, running.rest_extent, rest_place(*task.bucket, task.index));
   }
 }
 

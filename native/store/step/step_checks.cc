@@ -92,6 +92,15 @@ Status check_step(const StepParts& parts, const StepRequest& request) {
   return check_staged(parts.job.shards, parts.job.job_name, request);
 }
 
+Status check_not_loading(const StepParts& parts) {
+  if (!parts.progress.is_loading()) return Status::ok();
+  return error(StatusCode::in_use,
+               "job ",
+               parts.job.job_name,
+               ": a checkpoint is being loaded into it, and a step would be of half of that; close "
+               "the step when the load is done");
+}
+
 Status check_staged(const Shards& shards, const std::string& job_name, const StepRequest& request) {
   std::set<uint32_t> seen;
   for (const auto& [staged, buffer] : request.staged_buffers) {

@@ -12,7 +12,9 @@ namespace memd {
 
 /// ok, or why the session cannot close this step.
 Status check_step(const StepParts& parts, const StepRequest& request);
-/// The same of its buffers alone.
+/// ok, or why no step of the job begins: something is being loaded into it.
+Status check_not_loading(const StepParts& parts);
+/// As check_step(), of its buffers alone.
 Status check_staged(const Shards& shards, const std::string& job_name, const StepRequest& request);
 /// Whether `request` can be `earlier` asked for again, after its answer was lost: it names what
 /// that consumes. By its number alone a second step would pass for it, and lose its gradients. Not

@@ -27,6 +27,7 @@ void Steps::step(StepRequest request, std::vector<StepCall> others, StepDone don
   if (const auto notice = parts_.group.take_notice(request.session_id)) status = *notice;
   // Says more than a notice does.
   if (Status ranks = check_ranks(request, others); !ranks.is_ok()) status = std::move(ranks);
+  if (status.is_ok()) status = check_not_loading(parts_);
   if (status.is_ok()) status = check_step(parts_, request);
   if (!status.is_ok()) return refuse(request, others, done, status);
   request.summed = summed_gradients(parts_, request);

@@ -158,7 +158,10 @@ std::vector<std::string> ExtentPlaces::shards(const ExtentPlace& place) const {
   if (place.kind == Kind::catalogue) return {};
   if (place.snapshot_id != 0) return shards_in(*snapshot(place), place);
   const VerifiedJob job = *jobs_.verified(place.job_id);
-  return job.shards.names_in(entry(job, place), place.index);
+  std::vector<std::string> names;
+  for (const uint32_t shard_id : job.shards.shards_in(entry(job, place), place.index))
+    names.emplace_back(job.shards[shard_id].name());
+  return names;
 }
 
 void ExtentPlaces::lose(const ExtentPlace& place, const Status& why) const {

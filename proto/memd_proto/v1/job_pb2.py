@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from memd_proto.v1 import types_pb2 as memd_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11memd/v1/job.proto\x12\x07memd.v1\x1a\x13memd/v1/types.proto\"\xc7\x03\n\x03Job\x12\x0e\n\x06job_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0b\n\x03uid\x18\x03 \x01(\r\x12\x16\n\x0e\x63ommitted_step\x18\x04 \x01(\x04\x12\x15\n\rsession_count\x18\x05 \x01(\r\x12\x12\n\nhost_bytes\x18\x06 \x01(\x04\x12\x17\n\x0fhost_bytes_used\x18\x07 \x01(\x04\x12\x12\n\nnvme_bytes\x18\x08 \x01(\x04\x12\x17\n\x0fnvme_bytes_used\x18\t \x01(\x04\x12\x13\n\x0bshard_count\x18\n \x01(\r\x12\x15\n\relement_count\x18\x0b \x01(\x04\x12\x13\n\x0blease_count\x18\x0c \x01(\r\x12\x13\n\x0blost_shards\x18\r \x03(\t\x12\x12\n\ndurability\x18\x0e \x01(\t\x12\x14\n\x0c\x64urable_step\x18\x0f \x01(\x04\x12\x19\n\x11unreadable_shards\x18\x10 \x03(\t\x12\x18\n\x10lost_shard_count\x18\x11 \x01(\x04\x12\x0e\n\x06weight\x18\x12 \x01(\x01\x12\x16\n\x0esnapshot_count\x18\x13 \x01(\r\x12\x16\n\x0esnapshot_bytes\x18\x14 \x01(\x04\x12\x17\n\x0fhost_tier_bytes\x18\x15 \x01(\x04\"%\n\x0fListJobsRequest\x12\x12\n\npage_first\x18\x01 \x01(\x04\"A\n\x10ListJobsResponse\x12\x1a\n\x04jobs\x18\x01 \x03(\x0b\x32\x0c.memd.v1.Job\x12\x11\n\tpage_next\x18\x02 \x01(\x04\"1\n\rGetJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\npage_first\x18\x02 \x01(\r\"^\n\x0eGetJobResponse\x12\x19\n\x03job\x18\x01 \x01(\x0b\x32\x0c.memd.v1.Job\x12\x1e\n\x06shards\x18\x02 \x03(\x0b\x32\x0e.memd.v1.Shard\x12\x11\n\tpage_next\x18\x03 \x01(\r\"-\n\x0e\x44ropJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"\x11\n\x0f\x44ropJobResponse\"3\n\x13SetJobWeightRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\"\x16\n\x14SetJobWeightResponse\"\xb4\x01\n\x08Snapshot\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tcreated_s\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0f\n\x07is_lost\x18\x05 \x01(\x08\x12\x13\n\x0blost_shards\x18\x06 \x03(\t\x12\x18\n\x10lost_shard_count\x18\x07 \x01(\x04\x12\x13\n\x0bis_exported\x18\x08 \x01(\x08\x12\x15\n\rexported_part\x18\t \x01(\x01\"B\n\x15\x43reateSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\"=\n\x16\x43reateSnapshotResponse\x12#\n\x08snapshot\x18\x01 \x01(\x0b\x32\x11.memd.v1.Snapshot\"#\n\x14ListSnapshotsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"=\n\x15ListSnapshotsResponse\x12$\n\tsnapshots\x18\x01 \x03(\x0b\x32\x11.memd.v1.Snapshot\"3\n\x16RestoreSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\">\n\x17RestoreSnapshotResponse\x12#\n\x08snapshot\x18\x01 \x01(\x0b\x32\x11.memd.v1.Snapshot\"0\n\x13\x44ropSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x16\n\x14\x44ropSnapshotResponse\"W\n\x13ReadSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bpiece_first\x18\x03 \x01(\x04\x12\x10\n\x08identity\x18\x04 \x01(\x04\"\xa3\x01\n\x14ReadSnapshotResponse\x12+\n\x08\x63ontents\x18\x01 \x01(\x0b\x32\x19.memd.v1.SnapshotContents\x12&\n\x06shards\x18\x02 \x03(\x0b\x32\x16.memd.v1.SnapshotShard\x12\"\n\x04runs\x18\x03 \x03(\x0b\x32\x14.memd.v1.SnapshotRun\x12\x12\n\npiece_next\x18\x04 \x01(\x04\"\x9c\x01\n\x10SnapshotContents\x12#\n\x08snapshot\x18\x01 \x01(\x0b\x32\x11.memd.v1.Snapshot\x12\x10\n\x08identity\x18\x02 \x01(\x04\x12\x13\n\x0bshard_count\x18\x03 \x01(\x04\x12\x13\n\x0bpiece_first\x18\x04 \x01(\x04\x12\x13\n\x0bpiece_count\x18\x05 \x01(\x04\x12\x12\n\nreading_id\x18\x06 \x01(\x04\"k\n\rSnapshotShard\x12 \n\x04spec\x18\x01 \x01(\x0b\x32\x12.memd.v1.ShardSpec\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0f\n\x07written\x18\x03 \x01(\x08\x12\x13\n\x0bhas_moments\x18\x04 \x01(\x08\"\x90\x01\n\x0bSnapshotRun\x12\r\n\x05shard\x18\x01 \x01(\r\x12#\n\x04part\x18\x02 \x01(\x0e\x32\x15.memd.v1.SnapshotPart\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x1b\n\x13memory_offset_bytes\x18\x05 \x01(\x04\x12\x14\n\x0clength_bytes\x18\x06 \x01(\x04J\x04\x08\x04\x10\x05*\xbb\x01\n\x0cSnapshotPart\x12\x1d\n\x19SNAPSHOT_PART_UNSPECIFIED\x10\x00\x12\x17\n\x13SNAPSHOT_PART_VALUE\x10\x01\x12\x19\n\x15SNAPSHOT_PART_EXP_AVG\x10\x02\x12\x1c\n\x18SNAPSHOT_PART_EXP_AVG_SQ\x10\x03\x12 \n\x1cSNAPSHOT_PART_MAX_EXP_AVG_SQ\x10\x04\x12\x18\n\x14SNAPSHOT_PART_MASTER\x10\x05\x32\xa8\x05\n\nJobService\x12?\n\x08ListJobs\x12\x18.memd.v1.ListJobsRequest\x1a\x19.memd.v1.ListJobsResponse\x12\x39\n\x06GetJob\x12\x16.memd.v1.GetJobRequest\x1a\x17.memd.v1.GetJobResponse\x12<\n\x07\x44ropJob\x12\x17.memd.v1.DropJobRequest\x1a\x18.memd.v1.DropJobResponse\x12K\n\x0cSetJobWeight\x12\x1c.memd.v1.SetJobWeightRequest\x1a\x1d.memd.v1.SetJobWeightResponse\x12Q\n\x0e\x43reateSnapshot\x12\x1e.memd.v1.CreateSnapshotRequest\x1a\x1f.memd.v1.CreateSnapshotResponse\x12N\n\rListSnapshots\x12\x1d.memd.v1.ListSnapshotsRequest\x1a\x1e.memd.v1.ListSnapshotsResponse\x12T\n\x0fRestoreSnapshot\x12\x1f.memd.v1.RestoreSnapshotRequest\x1a .memd.v1.RestoreSnapshotResponse\x12M\n\x0cReadSnapshot\x12\x1c.memd.v1.ReadSnapshotRequest\x1a\x1d.memd.v1.ReadSnapshotResponse0\x01\x12K\n\x0c\x44ropSnapshot\x12\x1c.memd.v1.DropSnapshotRequest\x1a\x1d.memd.v1.DropSnapshotResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11memd/v1/job.proto\x12\x07memd.v1\x1a\x13memd/v1/types.proto\"\xc7\x03\n\x03Job\x12\x0e\n\x06job_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0b\n\x03uid\x18\x03 \x01(\r\x12\x16\n\x0e\x63ommitted_step\x18\x04 \x01(\x04\x12\x15\n\rsession_count\x18\x05 \x01(\r\x12\x12\n\nhost_bytes\x18\x06 \x01(\x04\x12\x17\n\x0fhost_bytes_used\x18\x07 \x01(\x04\x12\x12\n\nnvme_bytes\x18\x08 \x01(\x04\x12\x17\n\x0fnvme_bytes_used\x18\t \x01(\x04\x12\x13\n\x0bshard_count\x18\n \x01(\r\x12\x15\n\relement_count\x18\x0b \x01(\x04\x12\x13\n\x0blease_count\x18\x0c \x01(\r\x12\x13\n\x0blost_shards\x18\r \x03(\t\x12\x12\n\ndurability\x18\x0e \x01(\t\x12\x14\n\x0c\x64urable_step\x18\x0f \x01(\x04\x12\x19\n\x11unreadable_shards\x18\x10 \x03(\t\x12\x18\n\x10lost_shard_count\x18\x11 \x01(\x04\x12\x0e\n\x06weight\x18\x12 \x01(\x01\x12\x16\n\x0esnapshot_count\x18\x13 \x01(\r\x12\x16\n\x0esnapshot_bytes\x18\x14 \x01(\x04\x12\x17\n\x0fhost_tier_bytes\x18\x15 \x01(\x04\"%\n\x0fListJobsRequest\x12\x12\n\npage_first\x18\x01 \x01(\x04\"A\n\x10ListJobsResponse\x12\x1a\n\x04jobs\x18\x01 \x03(\x0b\x32\x0c.memd.v1.Job\x12\x11\n\tpage_next\x18\x02 \x01(\x04\"1\n\rGetJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\npage_first\x18\x02 \x01(\r\"^\n\x0eGetJobResponse\x12\x19\n\x03job\x18\x01 \x01(\x0b\x32\x0c.memd.v1.Job\x12\x1e\n\x06shards\x18\x02 \x03(\x0b\x32\x0e.memd.v1.Shard\x12\x11\n\tpage_next\x18\x03 \x01(\r\"-\n\x0e\x44ropJobRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"\x11\n\x0f\x44ropJobResponse\"3\n\x13SetJobWeightRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\"\x16\n\x14SetJobWeightResponse\"\xb4\x01\n\x08Snapshot\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tcreated_s\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x0f\n\x07is_lost\x18\x05 \x01(\x08\x12\x13\n\x0blost_shards\x18\x06 \x03(\t\x12\x18\n\x10lost_shard_count\x18\x07 \x01(\x04\x12\x13\n\x0bis_exported\x18\x08 \x01(\x08\x12\x15\n\rexported_part\x18\t \x01(\x01\"V\n\x15\x43reateSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12\x12\n\nsession_id\x18\x04 \x01(\x04\"N\n\x16\x43reateSnapshotResponse\x12#\n\x08snapshot\x18\x01 \x01(\x0b\x32\x11.memd.v1.Snapshot\x12\x0f\n\x07is_load\x18\x02 \x01(\x08\"#\n\x14ListSnapshotsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"=\n\x15ListSnapshotsResponse\x12$\n\tsnapshots\x18\x01 \x03(\x0b\x32\x11.memd.v1.Snapshot\"3\n\x16RestoreSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\">\n\x17RestoreSnapshotResponse\x12#\n\x08snapshot\x18\x01 \x01(\x0b\x32\x11.memd.v1.Snapshot\"D\n\x13\x44ropSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\x04\"\x16\n\x14\x44ropSnapshotResponse\"W\n\x13ReadSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bpiece_first\x18\x03 \x01(\x04\x12\x10\n\x08identity\x18\x04 \x01(\x04\"\xa3\x01\n\x14ReadSnapshotResponse\x12+\n\x08\x63ontents\x18\x01 \x01(\x0b\x32\x19.memd.v1.SnapshotContents\x12&\n\x06shards\x18\x02 \x03(\x0b\x32\x16.memd.v1.SnapshotShard\x12\"\n\x04runs\x18\x03 \x03(\x0b\x32\x14.memd.v1.SnapshotRun\x12\x12\n\npiece_next\x18\x04 \x01(\x04\"\x9c\x01\n\x10SnapshotContents\x12#\n\x08snapshot\x18\x01 \x01(\x0b\x32\x11.memd.v1.Snapshot\x12\x10\n\x08identity\x18\x02 \x01(\x04\x12\x13\n\x0bshard_count\x18\x03 \x01(\x04\x12\x13\n\x0bpiece_first\x18\x04 \x01(\x04\x12\x13\n\x0bpiece_count\x18\x05 \x01(\x04\x12\x12\n\nreading_id\x18\x06 \x01(\x04\"k\n\rSnapshotShard\x12 \n\x04spec\x18\x01 \x01(\x0b\x32\x12.memd.v1.ShardSpec\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x0f\n\x07written\x18\x03 \x01(\x08\x12\x13\n\x0bhas_moments\x18\x04 \x01(\x08\"\x90\x01\n\x0bSnapshotRun\x12\r\n\x05shard\x18\x01 \x01(\r\x12#\n\x04part\x18\x02 \x01(\x0e\x32\x15.memd.v1.SnapshotPart\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x1b\n\x13memory_offset_bytes\x18\x05 \x01(\x04\x12\x14\n\x0clength_bytes\x18\x06 \x01(\x04J\x04\x08\x04\x10\x05*\xbb\x01\n\x0cSnapshotPart\x12\x1d\n\x19SNAPSHOT_PART_UNSPECIFIED\x10\x00\x12\x17\n\x13SNAPSHOT_PART_VALUE\x10\x01\x12\x19\n\x15SNAPSHOT_PART_EXP_AVG\x10\x02\x12\x1c\n\x18SNAPSHOT_PART_EXP_AVG_SQ\x10\x03\x12 \n\x1cSNAPSHOT_PART_MAX_EXP_AVG_SQ\x10\x04\x12\x18\n\x14SNAPSHOT_PART_MASTER\x10\x05\x32\xa8\x05\n\nJobService\x12?\n\x08ListJobs\x12\x18.memd.v1.ListJobsRequest\x1a\x19.memd.v1.ListJobsResponse\x12\x39\n\x06GetJob\x12\x16.memd.v1.GetJobRequest\x1a\x17.memd.v1.GetJobResponse\x12<\n\x07\x44ropJob\x12\x17.memd.v1.DropJobRequest\x1a\x18.memd.v1.DropJobResponse\x12K\n\x0cSetJobWeight\x12\x1c.memd.v1.SetJobWeightRequest\x1a\x1d.memd.v1.SetJobWeightResponse\x12Q\n\x0e\x43reateSnapshot\x12\x1e.memd.v1.CreateSnapshotRequest\x1a\x1f.memd.v1.CreateSnapshotResponse\x12N\n\rListSnapshots\x12\x1d.memd.v1.ListSnapshotsRequest\x1a\x1e.memd.v1.ListSnapshotsResponse\x12T\n\x0fRestoreSnapshot\x12\x1f.memd.v1.RestoreSnapshotRequest\x1a .memd.v1.RestoreSnapshotResponse\x12M\n\x0cReadSnapshot\x12\x1c.memd.v1.ReadSnapshotRequest\x1a\x1d.memd.v1.ReadSnapshotResponse0\x01\x12K\n\x0c\x44ropSnapshot\x12\x1c.memd.v1.DropSnapshotRequest\x1a\x1d.memd.v1.DropSnapshotResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'memd.v1.job_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SNAPSHOTPART']._serialized_start=2181
-  _globals['_SNAPSHOTPART']._serialized_end=2368
+  _globals['_SNAPSHOTPART']._serialized_start=2238
+  _globals['_SNAPSHOTPART']._serialized_end=2425
   _globals['_JOB']._serialized_start=52
   _globals['_JOB']._serialized_end=507
   _globals['_LISTJOBSREQUEST']._serialized_start=509
@@ -55,31 +55,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SNAPSHOT']._serialized_start=906
   _globals['_SNAPSHOT']._serialized_end=1086
   _globals['_CREATESNAPSHOTREQUEST']._serialized_start=1088
-  _globals['_CREATESNAPSHOTREQUEST']._serialized_end=1154
-  _globals['_CREATESNAPSHOTRESPONSE']._serialized_start=1156
-  _globals['_CREATESNAPSHOTRESPONSE']._serialized_end=1217
-  _globals['_LISTSNAPSHOTSREQUEST']._serialized_start=1219
-  _globals['_LISTSNAPSHOTSREQUEST']._serialized_end=1254
-  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_start=1256
-  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_end=1317
-  _globals['_RESTORESNAPSHOTREQUEST']._serialized_start=1319
-  _globals['_RESTORESNAPSHOTREQUEST']._serialized_end=1370
-  _globals['_RESTORESNAPSHOTRESPONSE']._serialized_start=1372
-  _globals['_RESTORESNAPSHOTRESPONSE']._serialized_end=1434
-  _globals['_DROPSNAPSHOTREQUEST']._serialized_start=1436
-  _globals['_DROPSNAPSHOTREQUEST']._serialized_end=1484
-  _globals['_DROPSNAPSHOTRESPONSE']._serialized_start=1486
-  _globals['_DROPSNAPSHOTRESPONSE']._serialized_end=1508
-  _globals['_READSNAPSHOTREQUEST']._serialized_start=1510
-  _globals['_READSNAPSHOTREQUEST']._serialized_end=1597
-  _globals['_READSNAPSHOTRESPONSE']._serialized_start=1600
-  _globals['_READSNAPSHOTRESPONSE']._serialized_end=1763
-  _globals['_SNAPSHOTCONTENTS']._serialized_start=1766
-  _globals['_SNAPSHOTCONTENTS']._serialized_end=1922
-  _globals['_SNAPSHOTSHARD']._serialized_start=1924
-  _globals['_SNAPSHOTSHARD']._serialized_end=2031
-  _globals['_SNAPSHOTRUN']._serialized_start=2034
-  _globals['_SNAPSHOTRUN']._serialized_end=2178
-  _globals['_JOBSERVICE']._serialized_start=2371
-  _globals['_JOBSERVICE']._serialized_end=3051
+  _globals['_CREATESNAPSHOTREQUEST']._serialized_end=1174
+  _globals['_CREATESNAPSHOTRESPONSE']._serialized_start=1176
+  _globals['_CREATESNAPSHOTRESPONSE']._serialized_end=1254
+  _globals['_LISTSNAPSHOTSREQUEST']._serialized_start=1256
+  _globals['_LISTSNAPSHOTSREQUEST']._serialized_end=1291
+  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_start=1293
+  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_end=1354
+  _globals['_RESTORESNAPSHOTREQUEST']._serialized_start=1356
+  _globals['_RESTORESNAPSHOTREQUEST']._serialized_end=1407
+  _globals['_RESTORESNAPSHOTRESPONSE']._serialized_start=1409
+  _globals['_RESTORESNAPSHOTRESPONSE']._serialized_end=1471
+  _globals['_DROPSNAPSHOTREQUEST']._serialized_start=1473
+  _globals['_DROPSNAPSHOTREQUEST']._serialized_end=1541
+  _globals['_DROPSNAPSHOTRESPONSE']._serialized_start=1543
+  _globals['_DROPSNAPSHOTRESPONSE']._serialized_end=1565
+  _globals['_READSNAPSHOTREQUEST']._serialized_start=1567
+  _globals['_READSNAPSHOTREQUEST']._serialized_end=1654
+  _globals['_READSNAPSHOTRESPONSE']._serialized_start=1657
+  _globals['_READSNAPSHOTRESPONSE']._serialized_end=1820
+  _globals['_SNAPSHOTCONTENTS']._serialized_start=1823
+  _globals['_SNAPSHOTCONTENTS']._serialized_end=1979
+  _globals['_SNAPSHOTSHARD']._serialized_start=1981
+  _globals['_SNAPSHOTSHARD']._serialized_end=2088
+  _globals['_SNAPSHOTRUN']._serialized_start=2091
+  _globals['_SNAPSHOTRUN']._serialized_end=2235
+  _globals['_JOBSERVICE']._serialized_start=2428
+  _globals['_JOBSERVICE']._serialized_end=3108
 # @@protoc_insertion_point(module_scope)

@@ -148,20 +148,24 @@ class Snapshot(_message.Message):
     def __init__(self, name: _Optional[str] = ..., step: _Optional[int] = ..., created_s: _Optional[int] = ..., bytes: _Optional[int] = ..., is_lost: bool = ..., lost_shards: _Optional[_Iterable[str]] = ..., lost_shard_count: _Optional[int] = ..., is_exported: bool = ..., exported_part: _Optional[float] = ...) -> None: ...
 
 class CreateSnapshotRequest(_message.Message):
-    __slots__ = ("job", "name", "number")
+    __slots__ = ("job", "name", "number", "session_id")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     job: str
     name: str
     number: int
-    def __init__(self, job: _Optional[str] = ..., name: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+    session_id: int
+    def __init__(self, job: _Optional[str] = ..., name: _Optional[str] = ..., number: _Optional[int] = ..., session_id: _Optional[int] = ...) -> None: ...
 
 class CreateSnapshotResponse(_message.Message):
-    __slots__ = ("snapshot",)
+    __slots__ = ("snapshot", "is_load")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    IS_LOAD_FIELD_NUMBER: _ClassVar[int]
     snapshot: Snapshot
-    def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ...) -> None: ...
+    is_load: bool
+    def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., is_load: bool = ...) -> None: ...
 
 class ListSnapshotsRequest(_message.Message):
     __slots__ = ("job",)
@@ -190,12 +194,14 @@ class RestoreSnapshotResponse(_message.Message):
     def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ...) -> None: ...
 
 class DropSnapshotRequest(_message.Message):
-    __slots__ = ("job", "name")
+    __slots__ = ("job", "name", "session_id")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     job: str
     name: str
-    def __init__(self, job: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+    session_id: int
+    def __init__(self, job: _Optional[str] = ..., name: _Optional[str] = ..., session_id: _Optional[int] = ...) -> None: ...
 
 class DropSnapshotResponse(_message.Message):
     __slots__ = ()

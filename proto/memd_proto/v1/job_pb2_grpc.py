@@ -116,7 +116,8 @@ class JobServiceServicer(object):
     def CreateSnapshot(self, request, context):
         """Keeps the job's last committed step under a name, without copying it. What is newer in memory than on disk is written
         first, and so is what was put since; the snapshot is on disk when this returns. ALREADY_EXISTS: the name is taken.
-        RESOURCE_EXHAUSTED: the job's quota does not hold one state more, or it has 64 snapshots.
+        RESOURCE_EXHAUSTED: the job's quota does not hold one state more, or it has 64 snapshots. FAILED_PRECONDITION: a checkpoint is
+        being loaded into the job, or one is to be and the job has other sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,7 +140,8 @@ class JobServiceServicer(object):
     def ReadSnapshot(self, request, context):
         """The snapshot's bytes, for an export: first its shards, then pieces, read below all other I/O and verified. One reading of a
         job and four of an owner at a time: FAILED_PRECONDITION, RESOURCE_EXHAUSTED. The snapshot is not dropped meanwhile; if its job
-        is, ABORTED. DATA_LOSS names the shard that is damaged. It ends when the call is cancelled, and needs no deadline.
+        is, ABORTED. DATA_LOSS names the shard that is damaged. It ends when the call is cancelled, and needs no deadline. That of a
+        load is for processes that have a session of the job: FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,7 +149,7 @@ class JobServiceServicer(object):
 
     def DropSnapshot(self, request, context):
         """Frees the bytes that the snapshot alone keeps. NOT_FOUND: the job has none of that name. FAILED_PRECONDITION while somebody
-        reads it.
+        reads it, and for that of a load unless its session asks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

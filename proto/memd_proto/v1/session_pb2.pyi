@@ -38,7 +38,7 @@ class RankCall(_message.Message):
     def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("session_id", "job_id", "created", "committed_step", "host_bytes", "nvme_bytes", "segment_bytes", "arena_reserved_bytes", "kept", "closing_step", "durable_step", "can_maximize", "can_amsgrad", "daemon_id", "can_take_staged_moments")
+    __slots__ = ("session_id", "job_id", "created", "committed_step", "host_bytes", "nvme_bytes", "segment_bytes", "arena_reserved_bytes", "kept", "closing_step", "durable_step", "can_maximize", "can_amsgrad", "daemon_id", "can_take_staged_moments", "can_take_masters", "can_load_in_place", "can_keep_rank_sums", "can_give_masters")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,10 @@ class AttachResponse(_message.Message):
     CAN_AMSGRAD_FIELD_NUMBER: _ClassVar[int]
     DAEMON_ID_FIELD_NUMBER: _ClassVar[int]
     CAN_TAKE_STAGED_MOMENTS_FIELD_NUMBER: _ClassVar[int]
+    CAN_TAKE_MASTERS_FIELD_NUMBER: _ClassVar[int]
+    CAN_LOAD_IN_PLACE_FIELD_NUMBER: _ClassVar[int]
+    CAN_KEEP_RANK_SUMS_FIELD_NUMBER: _ClassVar[int]
+    CAN_GIVE_MASTERS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     job_id: int
     created: bool
@@ -69,7 +73,11 @@ class AttachResponse(_message.Message):
     can_amsgrad: bool
     daemon_id: str
     can_take_staged_moments: bool
-    def __init__(self, session_id: _Optional[int] = ..., job_id: _Optional[int] = ..., created: bool = ..., committed_step: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., arena_reserved_bytes: _Optional[int] = ..., kept: bool = ..., closing_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., can_maximize: bool = ..., can_amsgrad: bool = ..., daemon_id: _Optional[str] = ..., can_take_staged_moments: bool = ...) -> None: ...
+    can_take_masters: bool
+    can_load_in_place: bool
+    can_keep_rank_sums: bool
+    can_give_masters: bool
+    def __init__(self, session_id: _Optional[int] = ..., job_id: _Optional[int] = ..., created: bool = ..., committed_step: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., arena_reserved_bytes: _Optional[int] = ..., kept: bool = ..., closing_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., can_maximize: bool = ..., can_amsgrad: bool = ..., daemon_id: _Optional[str] = ..., can_take_staged_moments: bool = ..., can_take_masters: bool = ..., can_load_in_place: bool = ..., can_keep_rank_sums: bool = ..., can_give_masters: bool = ...) -> None: ...
 
 class DetachRequest(_message.Message):
     __slots__ = ("session_id",)
@@ -220,12 +228,16 @@ class DropGradientsResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class EndGradientsRequest(_message.Message):
-    __slots__ = ("session_id", "rank_call")
+    __slots__ = ("session_id", "rank_call", "accumulated_count", "is_without_backward")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     RANK_CALL_FIELD_NUMBER: _ClassVar[int]
+    ACCUMULATED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    IS_WITHOUT_BACKWARD_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     rank_call: RankCall
-    def __init__(self, session_id: _Optional[int] = ..., rank_call: _Optional[_Union[RankCall, _Mapping]] = ...) -> None: ...
+    accumulated_count: int
+    is_without_backward: bool
+    def __init__(self, session_id: _Optional[int] = ..., rank_call: _Optional[_Union[RankCall, _Mapping]] = ..., accumulated_count: _Optional[int] = ..., is_without_backward: bool = ...) -> None: ...
 
 class EndGradientsResponse(_message.Message):
     __slots__ = ("shard_ids",)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from memd_proto.v1 import types_pb2 as memd_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14memd/v1/tensor.proto\x12\x07memd.v1\x1a\x13memd/v1/types.proto\"P\n\nPutRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12 \n\x04spec\x18\x02 \x01(\x0b\x32\x12.memd.v1.ShardSpec\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\",\n\x0bPutResponse\x12\x1d\n\x05shard\x18\x01 \x01(\x0b\x32\x0e.memd.v1.Shard\".\n\nGetRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\":\n\x0bGetResponse\x12\x1d\n\x05shard\x18\x01 \x01(\x0b\x32\x0e.memd.v1.Shard\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"9\n\x11GetMomentsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x10\n\x08shard_id\x18\x02 \x01(\r\"|\n\x12GetMomentsResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x15\n\relement_first\x18\x02 \x01(\x04\x12\x0f\n\x07\x65xp_avg\x18\x03 \x01(\x0c\x12\x12\n\nexp_avg_sq\x18\x04 \x01(\x0c\x12\x16\n\x0emax_exp_avg_sq\x18\x05 \x01(\x0c\"\xef\x01\n\x11PutMomentsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x15\n\relement_first\x18\x04 \x01(\x04\x12\x0f\n\x07\x65xp_avg\x18\x05 \x01(\x0c\x12\x12\n\nexp_avg_sq\x18\x06 \x01(\x0c\x12\x16\n\x0emax_exp_avg_sq\x18\x07 \x01(\x0c\x12\x1c\n\x0fstaged_shard_id\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12staged_has_maximum\x18\t \x01(\x08\x42\x12\n\x10_staged_shard_id\"\x14\n\x12PutMomentsResponse2\x89\x02\n\rTensorService\x12\x32\n\x03Put\x12\x13.memd.v1.PutRequest\x1a\x14.memd.v1.PutResponse(\x01\x12\x32\n\x03Get\x12\x13.memd.v1.GetRequest\x1a\x14.memd.v1.GetResponse0\x01\x12G\n\nGetMoments\x12\x1a.memd.v1.GetMomentsRequest\x1a\x1b.memd.v1.GetMomentsResponse0\x01\x12G\n\nPutMoments\x12\x1a.memd.v1.PutMomentsRequest\x1a\x1b.memd.v1.PutMomentsResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14memd/v1/tensor.proto\x12\x07memd.v1\x1a\x13memd/v1/types.proto\"P\n\nPutRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12 \n\x04spec\x18\x02 \x01(\x0b\x32\x12.memd.v1.ShardSpec\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\",\n\x0bPutResponse\x12\x1d\n\x05shard\x18\x01 \x01(\x0b\x32\x0e.memd.v1.Shard\".\n\nGetRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\":\n\x0bGetResponse\x12\x1d\n\x05shard\x18\x01 \x01(\x0b\x32\x0e.memd.v1.Shard\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"N\n\x11GetMomentsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\x13\n\x0bwith_master\x18\x03 \x01(\x08\"\x8c\x01\n\x12GetMomentsResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x15\n\relement_first\x18\x02 \x01(\x04\x12\x0f\n\x07\x65xp_avg\x18\x03 \x01(\x0c\x12\x12\n\nexp_avg_sq\x18\x04 \x01(\x0c\x12\x16\n\x0emax_exp_avg_sq\x18\x05 \x01(\x0c\x12\x0e\n\x06master\x18\x06 \x01(\x0c\"\x9a\x02\n\x11PutMomentsRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x15\n\relement_first\x18\x04 \x01(\x04\x12\x0f\n\x07\x65xp_avg\x18\x05 \x01(\x0c\x12\x12\n\nexp_avg_sq\x18\x06 \x01(\x0c\x12\x16\n\x0emax_exp_avg_sq\x18\x07 \x01(\x0c\x12\x1c\n\x0fstaged_shard_id\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\x12staged_has_maximum\x18\t \x01(\x08\x12\x0e\n\x06master\x18\n \x01(\x0c\x12\x19\n\x11staged_has_master\x18\x0b \x01(\x08\x42\x12\n\x10_staged_shard_id\"\x14\n\x12PutMomentsResponse2\x89\x02\n\rTensorService\x12\x32\n\x03Put\x12\x13.memd.v1.PutRequest\x1a\x14.memd.v1.PutResponse(\x01\x12\x32\n\x03Get\x12\x13.memd.v1.GetRequest\x1a\x14.memd.v1.GetResponse0\x01\x12G\n\nGetMoments\x12\x1a.memd.v1.GetMomentsRequest\x1a\x1b.memd.v1.GetMomentsResponse0\x01\x12G\n\nPutMoments\x12\x1a.memd.v1.PutMomentsRequest\x1a\x1b.memd.v1.PutMomentsResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,13 +41,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETRESPONSE']._serialized_start=230
   _globals['_GETRESPONSE']._serialized_end=288
   _globals['_GETMOMENTSREQUEST']._serialized_start=290
-  _globals['_GETMOMENTSREQUEST']._serialized_end=347
-  _globals['_GETMOMENTSRESPONSE']._serialized_start=349
-  _globals['_GETMOMENTSRESPONSE']._serialized_end=473
-  _globals['_PUTMOMENTSREQUEST']._serialized_start=476
-  _globals['_PUTMOMENTSREQUEST']._serialized_end=715
-  _globals['_PUTMOMENTSRESPONSE']._serialized_start=717
-  _globals['_PUTMOMENTSRESPONSE']._serialized_end=737
-  _globals['_TENSORSERVICE']._serialized_start=740
-  _globals['_TENSORSERVICE']._serialized_end=1005
+  _globals['_GETMOMENTSREQUEST']._serialized_end=368
+  _globals['_GETMOMENTSRESPONSE']._serialized_start=371
+  _globals['_GETMOMENTSRESPONSE']._serialized_end=511
+  _globals['_PUTMOMENTSREQUEST']._serialized_start=514
+  _globals['_PUTMOMENTSREQUEST']._serialized_end=796
+  _globals['_PUTMOMENTSRESPONSE']._serialized_start=798
+  _globals['_PUTMOMENTSRESPONSE']._serialized_end=818
+  _globals['_TENSORSERVICE']._serialized_start=821
+  _globals['_TENSORSERVICE']._serialized_end=1086
 # @@protoc_insertion_point(module_scope)

@@ -39,29 +39,33 @@ class GetResponse(_message.Message):
     def __init__(self, shard: _Optional[_Union[_types_pb2.Shard, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class GetMomentsRequest(_message.Message):
-    __slots__ = ("session_id", "shard_id")
+    __slots__ = ("session_id", "shard_id", "with_master")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
+    WITH_MASTER_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     shard_id: int
-    def __init__(self, session_id: _Optional[int] = ..., shard_id: _Optional[int] = ...) -> None: ...
+    with_master: bool
+    def __init__(self, session_id: _Optional[int] = ..., shard_id: _Optional[int] = ..., with_master: bool = ...) -> None: ...
 
 class GetMomentsResponse(_message.Message):
-    __slots__ = ("generation", "element_first", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    __slots__ = ("generation", "element_first", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     ELEMENT_FIRST_FIELD_NUMBER: _ClassVar[int]
     EXP_AVG_FIELD_NUMBER: _ClassVar[int]
     EXP_AVG_SQ_FIELD_NUMBER: _ClassVar[int]
     MAX_EXP_AVG_SQ_FIELD_NUMBER: _ClassVar[int]
+    MASTER_FIELD_NUMBER: _ClassVar[int]
     generation: int
     element_first: int
     exp_avg: bytes
     exp_avg_sq: bytes
     max_exp_avg_sq: bytes
-    def __init__(self, generation: _Optional[int] = ..., element_first: _Optional[int] = ..., exp_avg: _Optional[bytes] = ..., exp_avg_sq: _Optional[bytes] = ..., max_exp_avg_sq: _Optional[bytes] = ...) -> None: ...
+    master: bytes
+    def __init__(self, generation: _Optional[int] = ..., element_first: _Optional[int] = ..., exp_avg: _Optional[bytes] = ..., exp_avg_sq: _Optional[bytes] = ..., max_exp_avg_sq: _Optional[bytes] = ..., master: _Optional[bytes] = ...) -> None: ...
 
 class PutMomentsRequest(_message.Message):
-    __slots__ = ("session_id", "shard_id", "generation", "element_first", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "staged_shard_id", "staged_has_maximum")
+    __slots__ = ("session_id", "shard_id", "generation", "element_first", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "staged_shard_id", "staged_has_maximum", "master", "staged_has_master")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +75,8 @@ class PutMomentsRequest(_message.Message):
     MAX_EXP_AVG_SQ_FIELD_NUMBER: _ClassVar[int]
     STAGED_SHARD_ID_FIELD_NUMBER: _ClassVar[int]
     STAGED_HAS_MAXIMUM_FIELD_NUMBER: _ClassVar[int]
+    MASTER_FIELD_NUMBER: _ClassVar[int]
+    STAGED_HAS_MASTER_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     shard_id: int
     generation: int
@@ -80,7 +86,9 @@ class PutMomentsRequest(_message.Message):
     max_exp_avg_sq: bytes
     staged_shard_id: int
     staged_has_maximum: bool
-    def __init__(self, session_id: _Optional[int] = ..., shard_id: _Optional[int] = ..., generation: _Optional[int] = ..., element_first: _Optional[int] = ..., exp_avg: _Optional[bytes] = ..., exp_avg_sq: _Optional[bytes] = ..., max_exp_avg_sq: _Optional[bytes] = ..., staged_shard_id: _Optional[int] = ..., staged_has_maximum: bool = ...) -> None: ...
+    master: bytes
+    staged_has_master: bool
+    def __init__(self, session_id: _Optional[int] = ..., shard_id: _Optional[int] = ..., generation: _Optional[int] = ..., element_first: _Optional[int] = ..., exp_avg: _Optional[bytes] = ..., exp_avg_sq: _Optional[bytes] = ..., max_exp_avg_sq: _Optional[bytes] = ..., staged_shard_id: _Optional[int] = ..., staged_has_maximum: bool = ..., master: _Optional[bytes] = ..., staged_has_master: bool = ...) -> None: ...
 
 class PutMomentsResponse(_message.Message):
     __slots__ = ()

@@ -60,7 +60,9 @@ class TapQueue final : public IoQueue {
   uint16_t add_device(OwnedFd file, std::string path) override {
     return inner_->add_device(std::move(file), std::move(path));
   }
-  void add_memory(std::span<std::byte> memory) override { inner_->add_memory(memory); }
+  void add_memory(std::span<std::byte> memory, PageKind pages) override {
+    inner_->add_memory(memory, pages);
+  }
   void remove_memory(std::span<std::byte> memory) override { inner_->remove_memory(memory); }
   void submit(IoRequest request) override {
     if (!tap_) return submit_inner(std::move(request));
@@ -182,7 +184,11 @@ class Daemon {
     require(job.is_ok(), job.status().message());
     return job.value().job_id;
   }
+  /// As the server does it: once the job has gone back to what it was before a load.
   uint64_t attach(uint64_t job_id) {
+    bool has_gone_back = false;
+    store_->returns_to_snapshots().when_ended(job_id, [&] { has_gone_back = true; });
+    until([&] { return has_gone_back; });
     const auto session = store_->attach(job_id);
     require(session.is_ok(), session.status().message());
     return session.value()->session_id;
@@ -386,9 +392,56 @@ inline void make_snapshot(Daemon& daemon, uint64_t job_id, const std::string& na
   require(made->is_ok(), made->message());
 }
 
+inline void write_moments(Daemon& daemon, uint64_t session, uint32_t seed) {
+  std::optional<Status> moved;
+  daemon.store().operations().write_moments({.session_id = session,
+                                             .shard_id = daemon.id(session, "w"),
+                                             .element_first = 0,
+                                             .element_count = kWeights},
+                                            7,
+                                            {.exp_avg = numbers(kWeights, seed),
+                                             .exp_avg_sq = std::vector<float>(kWeights, 0.25F),
+                                             .max_exp_avg_sq = large_and_small(kWeights)},
+                                            [&](const Status& status) { moved = status; });
+  daemon.until([&] { return moved.has_value(); });
+  require(moved->is_ok(), moved->message());
+}
+
+/// All of a load but its end; a part is committed half-way.
+inline void load(Daemon& daemon, uint64_t session, const std::string& name, uint32_t seed) {
+  std::optional<Status> made;
+  daemon.store().snapshots().create(
+      {.job_id = daemon.job(session).job_id(), .name = name, .number = seed, .session_id = session},
+      [&](const Result<SnapshotInfo>& answer) { made = answer.status(); });
+  daemon.until([&] { return made.has_value(); });
+  require(made->is_ok(), made->message());
+  daemon.write(session, "w", numbers(kWeights, seed));
+  daemon.write(session, "h", halves(kHalves, seed + 1));
+  const Status synced = daemon.sync(session);
+  require(synced.is_ok(), synced.message());
+  daemon.write(session, "b", numbers(kBias, seed + 2));
+  daemon.write(session, "blob", pattern(kBlob, static_cast<uint8_t>(seed + 3)));
+  write_moments(daemon, session, seed + 4);
+}
+
+/// One that breaks off, and one that counts.
+inline void load_twice(Daemon& daemon, uint64_t job_id, uint64_t session) {
+  load(daemon, session, "load/20261126T092228Z-0123456789ab", 40);
+  daemon.detach(session);
+  const uint64_t next = daemon.attach(job_id);
+  const std::string name = "load/20261126T092229Z-0123456789ab";
+  load(daemon, next, name, 60);
+  std::optional<Status> ended;
+  daemon.store().snapshots().end_load(next, name, [&](const Status& status) { ended = status; });
+  daemon.until([&] { return ended.has_value(); });
+  require(ended->is_ok(), ended->message());
+  daemon.detach(next);
+}
+
 /// A trainer has a session for each phase. Every phase starts from what is on disk after the one
 /// before, in the same daemon or in another.
-inline constexpr size_t kPhaseCount = 11;
+inline constexpr size_t kPhaseCount = 12;
+inline constexpr size_t kLoadPhase = 10;
 inline constexpr size_t kFirstKilledPhase = 3;  // an earlier step is committed by then
 inline void run_phase(Daemon& daemon, size_t phase) {
   const bool on_other = phase == 1;
@@ -436,26 +489,17 @@ inline void run_phase(Daemon& daemon, size_t phase) {
       daemon.release(reader);
       daemon.write(session, "h", halves(kHalves, 21), Part::value, LeaseMode::write);
       daemon.write(session, "blob", pattern(kBlob, 22), Part::value, LeaseMode::write);
-      std::optional<Status> moved;
-      daemon.store().operations().write_moments({.session_id = session,
-                                                 .shard_id = daemon.id(session, "w"),
-                                                 .element_first = 0,
-                                                 .element_count = kWeights},
-                                                7,
-                                                {.exp_avg = numbers(kWeights, 23),
-                                                 .exp_avg_sq = std::vector<float>(kWeights, 0.25F),
-                                                 .max_exp_avg_sq = large_and_small(kWeights)},
-                                                [&](const Status& status) { moved = status; });
-      daemon.until([&] { return moved.has_value(); });
-      require(moved->is_ok(), moved->message());
+      write_moments(daemon, session, 23);
       require(daemon.moments(session, "w").is_ok(), "moments that were written");
       synced();
       break;
     }
     case 2:
-    case 10:
+    case 11:
       do_step(daemon, session, false);
       break;
+    case kLoadPhase:
+      return load_twice(daemon, job_id, session);
     case 5:
       do_step(daemon, session, true);
       break;

@@ -260,8 +260,8 @@ class Explorer {
     ++(which == accepted.begin() ? result_.before_count : result_.after_count);
     if (options_.read_all_every == 0 || result_.state_count % options_.read_all_every != 0) return;
     ++result_.read_all_count;
-    const Status same =
-        read_all_is(image_.bytes(), recording_.geometry, found.state, recording_.has_host_tier);
+    const bool goes_back = recording_.has_host_tier || recording_.has_loads;
+    const Status same = read_all_is(image_.bytes(), recording_.geometry, found.state, goes_back);
     if (!same.is_ok()) violated(cut, "read through leases: " + same.message());
   }
 

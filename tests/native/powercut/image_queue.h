@@ -24,7 +24,7 @@ class ImageQueue final : public IoQueue {
 
   std::string_view name() const override { return "image"; }
   uint16_t add_device(OwnedFd, std::string) override { return device_count_++; }
-  void add_memory(std::span<std::byte>) override {}
+  void add_memory(std::span<std::byte>, PageKind) override {}
   void remove_memory(std::span<std::byte>) override {}
   void submit(IoRequest request) override { waiting_.push_back(std::move(request)); }
   size_t reap() override {

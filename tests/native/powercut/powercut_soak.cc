@@ -1,10 +1,11 @@
 // Many power cuts and damaged images, seed after seed.
 //
-//   powercut_soak [--states N] [--images N] [--early 1] [--restarts 1]
+//   powercut_soak [--states N] [--images N] [--early 1] [--restarts 1] [--loads 1]
 //                 [--seed FIRST] [--json PATH]
 //
 // `--early 1`: of trainings whose updates begin before their steps are closed. `--restarts 1`: the
-// daemon is killed now and then, and started again while the drives' caches stay.
+// daemon is killed now and then, and started again while the drives' caches stay. `--loads 1`:
+// checkpoints are loaded between steps, and some of these loads break off.
 //
 // Ends with 1 where there was a violation. The same seeds give the same states: who was interrupted
 // goes on with the seed that was shown last, and for the states that are left.
@@ -48,7 +49,8 @@ struct Arguments {
   std::fprintf(
       stderr,
       "powercut_soak: %s\nusage: powercut_soak [--states N] [--images N] [--early 1] "
-      "[--restarts 1] [--seed FIRST] [--json PATH], with at least one of --states and --images\n",
+      "[--restarts 1] [--loads 1] [--seed FIRST] [--json PATH], with at least one of --states and "
+      "--images\n",
       what.c_str());
   std::exit(2);
 }
@@ -78,6 +80,8 @@ Arguments parse(int count, char** texts) {
       out.record.early = number(name, value) != 0;
     } else if (name == "--restarts") {
       out.record.restarts = number(name, value) != 0;
+    } else if (name == "--loads") {
+      out.record.loads = number(name, value) != 0;
     } else if (name == "--json") {
       out.json = value;
     } else {

@@ -51,7 +51,9 @@ class RecordingQueue final : public IoQueue {
     std::copy(bytes.begin(), bytes.end(), disk->bytes().begin());
     return queue_.add_disk(std::move(disk), std::move(path));
   }
-  void add_memory(std::span<std::byte> memory) override { queue_.add_memory(memory); }
+  void add_memory(std::span<std::byte> memory, PageKind pages) override {
+    queue_.add_memory(memory, pages);
+  }
   void remove_memory(std::span<std::byte> memory) override { queue_.remove_memory(memory); }
   void submit(IoRequest request) override {
     if (request.kind == IoKind::write) watch_write(request);
@@ -153,11 +155,14 @@ class RecordingQueue final : public IoQueue {
 /// One run of the daemon: it flushes, reads and begins, as VolumeSet::open does.
 class RecordedDaemon {
  public:
-  RecordedDaemon(Recording& recording, std::vector<std::byte> image)
+  /// `taken`: as of Runner.
+  RecordedDaemon(Recording& recording,
+                 std::vector<std::byte> image,
+                 const std::vector<ExtentRecord>& taken)
       : recording_(recording),
         wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         queue_(recording, std::move(image), wake_.get()),
-        runner_(queue_, wake_.get(), opened(recording, queue_.visible())) {
+        runner_(queue_, wake_.get(), opened(recording, queue_.visible()), taken) {
     MEMD_CHECK(runner_.loaded().is_ok());
   }
   ~RecordedDaemon() {
@@ -201,7 +206,8 @@ class Recorder {
                   {.beside = true,
                    .early = options.early,
                    .snapshots = options.snapshots,
-                   .host = options.host}),
+                   .host = options.host,
+                   .loads = options.loads}),
         random_(recording.seed * 31 + 7) {
     start(recording.formatted);
   }
@@ -210,8 +216,8 @@ class Recorder {
     for (uint64_t operation = 1; operation <= operation_count; ++operation) {
       if (!run_one(operation)) return;
       if (taken_.empty() && workload_.operation_count() > 0) {
-        taken_ =
-            daemon_->runner().leave_free(options_.snapshots ? kFreeBytesWithSnapshots : kFreeBytes);
+        taken_ = daemon_->runner().leave_free(
+            options_.snapshots || options_.loads ? kFreeBytesWithSnapshots : kFreeBytes);
       }
     }
     daemon_.reset();
@@ -219,10 +225,7 @@ class Recorder {
 
  private:
   void start(std::vector<std::byte> image) {
-    daemon_ = std::make_unique<RecordedDaemon>(recording_, std::move(image));
-    for (const ExtentRecord& extent : taken_) {
-      MEMD_CHECK(daemon_->runner().extents().reserve(extent).is_ok());
-    }
+    daemon_ = std::make_unique<RecordedDaemon>(recording_, std::move(image), taken_);
   }
   uint64_t add_state(const SetState& state) {
     recording_.states.push_back(state);
@@ -274,6 +277,7 @@ class Recorder {
     }
     if (restarts) return restart(operation, before, after_state);
     workload_.skip();
+    recording_.older_snapshot_count += workload_.leaves_older_snapshot() ? 1 : 0;
     return true;
   }
 
@@ -332,6 +336,7 @@ Recording record(uint64_t seed, uint64_t operation_count, const RecordOptions& o
   Recording recording;
   recording.seed = seed;
   recording.has_host_tier = options.host;
+  recording.has_loads = options.loads;
   recording.geometry.device_count = static_cast<uint16_t>(1 + seed % 2);
   recording.geometry.device_bytes = kDeviceBytes;
   recording.geometry.data_bytes = kDataBytes / recording.geometry.device_count;

@@ -49,8 +49,12 @@ struct Recording {
   uint64_t early_adopted = 0;    // tiles, by steps
   uint64_t early_discarded = 0;  // tiles
   bool has_host_tier = false;
+  bool has_loads = false;
   uint64_t restart_count = 0;
   uint64_t found_after_count = 0;  // restarts that found the operation that nobody acknowledged
+  /// Operations after which a power cut leaves of a job with tier host another snapshot than the
+  /// newest of an earlier step.
+  uint64_t older_snapshot_count = 0;
   /// What went wrong while it ran; empty as a rule.
   std::string fault;
 
@@ -71,6 +75,8 @@ struct RecordOptions {
   bool snapshots = false;
   /// With parameters of tier host beside others.
   bool host = false;
+  /// Now and then a checkpoint is loaded; some break off before.
+  bool loads = false;
 };
 
 /// `operation_count` operations of the workload `seed` on devices in memory that are almost full,

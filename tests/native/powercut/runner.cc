@@ -26,7 +26,7 @@ std::span<const std::byte> bytes_of(const std::vector<float>& values) {
 
 }  // namespace
 
-Runner::Runner(IoQueue& io, int wake_fd, VolumeSet set)
+Runner::Runner(IoQueue& io, int wake_fd, VolumeSet set, const std::vector<ExtentRecord>& taken)
     : io_(io), workers_(1, wake_fd), extents_(io, workers_, std::move(set), clock_) {
   auto pool = Pool::create({.bytes = kJobsMax * kJobSegments * kSegmentBytes,
                             .segment_bytes = kSegmentBytes,
@@ -41,17 +41,20 @@ Runner::Runner(IoQueue& io, int wake_fd, VolumeSet set)
     workers_.reap();
     return Status::ok();
   });
-  for (const JobInfo& job : store_->reports().jobs()) {
-    bool has_gone_back = false;
-    store_->returns_to_snapshots().when_ended(job.job_id, [&] { has_gone_back = true; });
-    until("a job to go back to its snapshot", [&] { return has_gone_back; });
-  }
+  for (const ExtentRecord& extent : taken) MEMD_CHECK(extents_.reserve(extent).is_ok());
+  for (const JobInfo& job : store_->reports().jobs()) wait_for_return(job.job_id);
 }
 
 Runner::~Runner() {
   store_->detach_all();
   store_->give_up_waiting();
   until("the end", [this] { return store_->is_idle(); });
+}
+
+void Runner::wait_for_return(uint64_t job_id) {
+  bool has_gone_back = false;
+  store_->returns_to_snapshots().when_ended(job_id, [&] { has_gone_back = true; });
+  until("a job to go back to its snapshot", [&] { return has_gone_back; });
 }
 
 std::vector<ExtentRecord> Runner::leave_free(uint64_t bytes) {
@@ -234,14 +237,43 @@ Status Runner::await(uint64_t job_id,
   return *answer;
 }
 
+Status Runner::write_moments(uint64_t session, const std::string& name, const testing::Twin& twin) {
+  std::optional<Status> answer;
+  store_->operations().write_moments(
+      {.session_id = session,
+       .shard_id = shard_id(session, name),
+       .element_first = 0,
+       .element_count = twin.m.size()},
+      twin.t,
+      {.exp_avg = twin.m, .exp_avg_sq = twin.v, .max_exp_avg_sq = {}},
+      [&](const Status& status) { answer = status; });
+  until("moments", [&] { return answer.has_value(); });
+  return *answer;
+}
+
+Status Runner::end_load(uint64_t session, const std::string& name) {
+  std::optional<Status> answer;
+  store_->snapshots().end_load(session, name, [&](const Status& status) { answer = status; });
+  until("the end of a load", [&] { return answer.has_value(); });
+  return *answer;
+}
+
+void Runner::break_off(uint64_t session) {
+  const uint64_t job_id = store_->job_of(session).value()->job_id();
+  MEMD_CHECK(store_->detach(session).is_ok());
+  wait_for_return(job_id);
+}
+
 Status Runner::make_snapshot(const std::string& job,
                              const std::string& name,
-                             const std::function<void()>& written) {
+                             const std::function<void()>& written,
+                             uint64_t load_session) {
   const auto info = store_->reports().find_job(job);
   if (!info.is_ok()) return info.status();
   std::optional<Status> answer;
-  store_->snapshots().create({.job_id = info.value().job_id, .name = name},
-                             [&](const Result<SnapshotInfo>& made) { answer = made.status(); });
+  store_->snapshots().create(
+      {.job_id = info.value().job_id, .name = name, .session_id = load_session},
+      [&](const Result<SnapshotInfo>& made) { answer = made.status(); });
   return await(info.value().job_id, "snapshot", answer, written);
 }
 

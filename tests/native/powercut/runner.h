@@ -16,6 +16,7 @@
 #include "base/owned_fd.h"
 #include "powercut/state.h"
 #include "store/shard_store.h"
+#include "twin.h"
 
 namespace memd::powercut {
 
@@ -24,15 +25,15 @@ namespace memd::powercut {
 /// nothing but the queue.
 class Runner {
  public:
-  /// `wake` was given to the queue as its wake_fd.
-  Runner(IoQueue& io, int wake_fd, VolumeSet set);
+  /// `wake` was given to the queue as its wake_fd. `taken`: by leave_free() of the run before, and
+  /// no more free in this one.
+  Runner(IoQueue& io, int wake_fd, VolumeSet set, const std::vector<ExtentRecord>& taken = {});
   ~Runner();
   Runner(const Runner&) = delete;
   Runner& operator=(const Runner&) = delete;
 
   const Status& loaded() const { return loaded_; }
   ShardStore& store() { return *store_; }
-  ExtentStore& extents() { return extents_; }
   /// Takes free space until at most `bytes` are left, for as long as this runs; what it took.
   std::vector<ExtentRecord> leave_free(uint64_t bytes);
 
@@ -58,10 +59,16 @@ class Runner {
                           const std::function<void()>& synced);
   Status remove(uint64_t session, const std::string& name);
   Status drop(const std::string& job);
-  /// `written`: the job's step is on disk, in all tiers, and that is all so far.
+  Status write_moments(uint64_t session, const std::string& name, const testing::Twin& twin);
+  /// `written`: the job's step is on disk, in all tiers, and that is all so far. `load_session`:
+  /// the one that will load something, or 0.
   Status make_snapshot(const std::string& job,
                        const std::string& name,
-                       const std::function<void()>& written);
+                       const std::function<void()>& written,
+                       uint64_t load_session = 0);
+  Status end_load(uint64_t session, const std::string& name);
+  /// The session ends, and the job is what it was before its load.
+  void break_off(uint64_t session);
   Status drop_snapshot(const std::string& job, const std::string& name);
   /// Its session ends before. `written`: as of make_snapshot().
   Status restore(const std::string& job,
@@ -75,6 +82,7 @@ class Runner {
  private:
   void turn();
   void until(const char* what, const std::function<bool()>& holds);
+  void wait_for_return(uint64_t job_id);
   /// The job's operation of that kind runs: the sync before it has ended.
   bool is_running(uint64_t job_id, const char* kind) const;
   Status await(uint64_t job_id,

@@ -202,6 +202,16 @@ JobState read_left(Reader& reader,
   return last == nullptr ? JobState{.name = record.name} : read_job(reader, *last);
 }
 
+/// The job returns to this record if a load into it broke off; nullptr where none did.
+const JobRecord* before_load(const JobRecord& record,
+                             const std::vector<LoadedSnapshot>& snapshots) {
+  for (const LoadedSnapshot& each : snapshots) {
+    if (each.entry.job.job_id == record.job_id && is_load_name(each.entry.name))
+      return each.record.get();
+  }
+  return nullptr;
+}
+
 Status reserve_all(ExtentStore& extents, const JobRecord& job) {
   const auto reserve = [&](const ExtentRecord& extent) {
     return extent.exists() ? extents.reserve(extent) : Status::ok();
@@ -305,16 +315,23 @@ Recovered recover(IoQueue& io, VolumeSet set) {
       out.status = extents.reserve(extent, ExtentHolder::snapshot);
       if (!out.status.is_ok()) return out;
     }
+    // It is what its job is.
+    if (is_load_name(snapshot.entry.name)) continue;
     out.state.push_back(read_job(reader, *snapshot.record));
     out.state.back().name = snapshot_state_name(snapshot.record->name, snapshot.entry.name);
   }
   for (const JobRecord& record : records.value()) {
-    if (record.undurable_since != 0) {
-      out.state.push_back(read_left(reader, record, snapshots));
-      continue;
+    const JobRecord* const before = before_load(record, snapshots);
+    if (record.undurable_since == 0) {
+      if (out.status = reserve_all(extents, record); !out.status.is_ok()) return out;
     }
-    if (out.status = reserve_all(extents, record); !out.status.is_ok()) return out;
-    out.state.push_back(read_job(reader, record));
+    if (before != nullptr) {
+      out.state.push_back(read_job(reader, *before));
+    } else if (record.undurable_since != 0) {
+      out.state.push_back(read_left(reader, record, snapshots));
+    } else {
+      out.state.push_back(read_job(reader, record));
+    }
   }
   sort_by_name(out.state);
   return out;

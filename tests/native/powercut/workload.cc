@@ -1,5 +1,6 @@
 #include "powercut/workload.h"
 
+#include <algorithm>
 #include <iterator>
 #include <random>
 #include <utility>
@@ -19,12 +20,28 @@ constexpr uint64_t kNotesBytes = 9'000;
 constexpr uint64_t kExtraBytes = 5'000;
 constexpr uint64_t kOtherBytes = 6'000;
 constexpr size_t kSnapshotsMax = 2;
+constexpr size_t kHostSnapshotsMax = 3;
 const AdamSettings kSettings{.lr = 1e-2};
 
 template <typename T>
 std::vector<std::byte> copied(const std::vector<T>& values) {
   const auto bytes = std::as_bytes(std::span(values));
   return {bytes.begin(), bytes.end()};
+}
+
+/// Its value, moments and number of updates.
+void put_loaded(Twin& twin, uint32_t seed) {
+  const uint64_t count = twin.m.size();
+  if (!twin.theta.empty()) twin.theta = numbers(count, seed);
+  const std::vector<uint16_t> before = twin.half;
+  if (!twin.half.empty()) twin.half = halves(count, seed);
+  // An element whose bits a write leaves alone keeps its remainder.
+  for (size_t i = 0; i < before.size(); ++i) {
+    if (before[i] != twin.half[i]) twin.remainder[i] = 0;
+  }
+  twin.m = numbers(count, seed + 1);
+  twin.v = std::vector<float>(count, 0.25F);
+  twin.t = 3 + seed % 5;
 }
 
 ShardState bytes_state(const std::string& name, ShardKind kind, const std::vector<uint8_t>& bytes) {
@@ -54,6 +71,8 @@ struct Workload::Operation {
   std::string makes_snapshot{};  // and nothing else
   std::string drops_snapshot{};  // and nothing else
   std::string goes_back_to{};    // and nothing else
+  bool loads = false;            // and nothing else
+  bool breaks_off = false;       // one before it
   bool syncs_other = false;      // beside the step, begun so many turns later
   uint64_t turns_later = 0;
   std::vector<std::string> stepped{};
@@ -85,17 +104,23 @@ Workload::Operation Workload::next() const {
   }
   if (options_.snapshots && operation_count_ > 2 && random() % 3 == 0) {
     const uint64_t what = random() % 4;
+    const size_t snapshots_max = options_.host ? kHostSnapshotsMax : kSnapshotsMax;
     const auto any = [&] {
       const auto at = static_cast<ptrdiff_t>(random() % snapshots_.size());
       return std::next(snapshots_.begin(), at)->first;
     };
-    if (snapshots_.empty() || (what < 2 && snapshots_.size() < kSnapshotsMax)) {
+    if (snapshots_.empty() || (what < 2 && snapshots_.size() < snapshots_max)) {
       out.makes_snapshot = concat("s", operation_count_);
     } else if (what % 2 == 0) {
       out.drops_snapshot = any();
     } else {
       out.goes_back_to = any();
     }
+    return out;
+  }
+  if (options_.loads && operation_count_ > 1 && random() % 3 == 0) {
+    out.loads = true;
+    out.breaks_off = random() % 2 == 0;
     return out;
   }
   const uint64_t kind = operation_count_ <= 2 ? 0 : random() % 10;
@@ -145,6 +170,11 @@ void Workload::apply(const Operation& operation) {
   if (operation.writes_parameter) {
     twins_["a"].theta = numbers(specs_["a"].shape[0], seed);
   }
+  if (operation.loads) {
+    for (auto& [name, twin] : twins_) put_loaded(twin, seed + static_cast<uint32_t>(name[0]));
+    bytes_["notes"] = pattern(kNotesBytes, byte_seed(4));
+    bytes_["mean"] = pattern(kBufferBytes, byte_seed(3));
+  }
   if (operation.puts_buffer || operation.stages_buffer) {
     bytes_["mean"] = pattern(kBufferBytes, byte_seed(3));
   }
@@ -168,15 +198,21 @@ void Workload::apply(const Operation& operation) {
               .order = operation_count_};
     kept.state.name = snapshot_state_name("train", operation.makes_snapshot);
     snapshots_[operation.makes_snapshot] = std::move(kept);
+    stood_on_.push_back(operation.makes_snapshot);
   }
-  if (!operation.drops_snapshot.empty()) snapshots_.erase(operation.drops_snapshot);
+  if (!operation.drops_snapshot.empty()) {
+    snapshots_.erase(operation.drops_snapshot);
+    std::erase(stood_on_, operation.drops_snapshot);
+  }
   if (!operation.goes_back_to.empty()) {
     const Kept& kept = snapshots_.at(operation.goes_back_to);
     twins_ = kept.twins;
     bytes_ = kept.bytes;
     step_ = kept.step;
+    const auto found = std::ranges::find(stood_on_, operation.goes_back_to);
+    std::rotate(stood_on_.begin(), std::next(found), stood_on_.end());
   }
-  if (!operation.makes_snapshot.empty() || !operation.goes_back_to.empty()) {
+  if (!operation.makes_snapshot.empty() || !operation.goes_back_to.empty() || operation.loads) {
     undurable_since_ = 0;
   } else if (options_.host && undurable_since_ == 0 && !operation.toggles_other &&
              operation.drops_snapshot.empty()) {
@@ -196,21 +232,34 @@ void Workload::expect() {
   sort_by_name(expected_);
 }
 
+const Workload::Kept* Workload::last_kept() const {
+  const Kept* last = nullptr;
+  for (const std::string& name : stood_on_) {
+    const Kept& kept = snapshots_.at(name);
+    if (kept.step < undurable_since_) last = &kept;
+  }
+  return last;
+}
+
 JobState Workload::train_left() const {
   if (undurable_since_ == 0) return train_state();
-  const Kept* last = nullptr;
-  for (const auto& [name, kept] : snapshots_) {
-    if (kept.step < undurable_since_ && (last == nullptr || kept.order > last->order)) last = &kept;
-  }
+  const Kept* const last = last_kept();
   JobState left = last == nullptr ? JobState{} : last->state;
   left.name = "train";
   return left;
 }
 
+bool Workload::leaves_older_snapshot() const {
+  const Kept* const last = last_kept();
+  return last != nullptr && std::ranges::any_of(snapshots_, [&](const auto& each) {
+           return each.second.step < undurable_since_ && each.second.order > last->order;
+         });
+}
+
 std::optional<SetState> Workload::next_between() const {
   const Operation operation = next();
   const bool begins_with_sync =
-      !operation.makes_snapshot.empty() || !operation.goes_back_to.empty();
+      !operation.makes_snapshot.empty() || !operation.goes_back_to.empty() || operation.loads;
   if (!options_.host || !begins_with_sync) return {};
   Workload synced = *this;
   synced.undurable_since_ = 0;
@@ -282,8 +331,20 @@ Status Workload::perform(const Operation& operation, Runner& runner, const Watch
   }
   if (!operation.goes_back_to.empty())
     return runner.restore("train", operation.goes_back_to, watch.written);
-  const auto attached = runner.attach("train");
+  auto attached = runner.attach("train");
   if (!attached.is_ok()) return attached.status();
+  if (operation.loads) {
+    const std::string name = concat("load/20261126T", 100'000 + operation_count_, "Z-0123456789a");
+    if (operation.breaks_off) {
+      if (Status status = load(runner, attached.value(), name + "0", watch); !status.is_ok())
+        return status;
+      runner.break_off(attached.value());
+      attached = runner.attach("train");
+      if (!attached.is_ok()) return attached.status();
+    }
+    const Status status = load(runner, attached.value(), name + "1", watch);
+    return status.is_ok() ? runner.end_load(attached.value(), name + "1") : status;
+  }
   const uint64_t session = attached.value();
   const auto put = [&](const std::string& name, const std::string& as) {
     return runner.write(session, as, copied(bytes_.at(name)));
@@ -337,6 +398,27 @@ Status Workload::perform(const Operation& operation, Runner& runner, const Watch
   if (!status.is_ok()) return status;
   return runner.step_beside_sync(
       std::move(request), other.value(), operation.turns_later, watch.stepped, watch.synced);
+}
+
+Status Workload::load(Runner& runner,
+                      uint64_t session,
+                      const std::string& name,
+                      const Watch& watch) const {
+  Status status = runner.make_snapshot("train", name, watch.written, session);
+  size_t put_count = 0;
+  for (const auto& [parameter, twin] : twins_) {
+    if (!status.is_ok()) return status;
+    status = runner.write(
+        session, parameter, twin.theta.empty() ? copied(twin.half) : copied(twin.theta));
+    if (status.is_ok() && ++put_count == 2) status = runner.sync(session);
+  }
+  for (const auto& [parameter, twin] : twins_) {
+    if (status.is_ok()) status = runner.write_moments(session, parameter, twin);
+  }
+  for (const char* const blob : {"notes", "mean"}) {
+    if (status.is_ok()) status = runner.write(session, blob, copied(bytes_.at(blob)));
+  }
+  return status;
 }
 
 // What is made early is there some turns later, in part or whole: whoever cuts the power finds

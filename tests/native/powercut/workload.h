@@ -24,6 +24,9 @@ struct WorkloadOptions {
   bool snapshots = false;
   /// "a" and "c" are of tier host: a power cut leaves of "train" its last snapshot, or nothing.
   bool host = false;
+  /// Now and then all of "train" is loaded, in place and with a commit half-way. Before some of
+  /// them another load breaks off.
+  bool loads = false;
 };
 
 /// Operations 1, 2, 3 … of a seed, each of which ends with a commit: steps over all parameters or
@@ -50,6 +53,9 @@ class Workload {
   /// While a snapshot of tier host is made or gone back to: the job's step is on disk, and that is
   /// all so far.
   std::optional<SetState> next_between() const;
+  /// A power cut leaves of "train" another snapshot than the newest of an earlier step: "train" has
+  /// gone back from that one.
+  bool leaves_older_snapshot() const;
   struct Watch {
     std::function<void()> stepped = [] {};
     std::function<void()> synced = [] {};
@@ -67,6 +73,8 @@ class Workload {
   void apply(const Operation& operation);
   Status perform(const Operation& operation, Runner& runner, const Watch& watch) const;
   Status make_gradients(const Operation& operation, StepRequest& request, Runner& runner) const;
+  /// All but the end of a load; values after a commit half-way are missing where it breaks off.
+  Status load(Runner& runner, uint64_t session, const std::string& name, const Watch& watch) const;
   /// Fills in what there is.
   void expect();
   JobState train_state() const;
@@ -88,7 +96,11 @@ class Workload {
     uint64_t step = 0;
     uint64_t order = 0;
   };
+  /// The snapshot that a power cut leaves of "train" if what is on disk is no step.
+  const Kept* last_kept() const;
   std::map<std::string, Kept> snapshots_;  // by name
+  /// Their names: last the one that was made or gone back to last, before it those from before it.
+  std::vector<std::string> stood_on_;
   // With tier host: what is on disk is no step since this one, or 0.
   uint64_t undurable_since_ = 0;
   std::vector<uint8_t> other_;  // the blob of the job "other"; empty where there is no such job
