@@ -47,6 +47,11 @@ class _Slots:
             if not self._counts[slot.data_ptr()]:
                 SIM.host_touches(slot, writes=True)
 
+    def read(self, slot: torch.Tensor) -> None:
+        """A step has it, and the next lease of it is granted when that has ended."""
+        with self._pages_of(slot):
+            SIM.host_touches(slot, writes=False)
+
     @contextmanager
     def _pages_of(self, slot: torch.Tensor) -> Iterator[None]:
         first, last = slot.data_ptr() // _PAGE, (slot.data_ptr() + slot.nbytes - 1) // _PAGE
@@ -88,7 +93,7 @@ class _AnnouncedPlane:
     def seal(self, shard_id: int) -> None:
         """Raises if the gradient's copy may still be under way, and then may be called again."""
         if shard_id in self._gradients:
-            SIM.host_touches(self._gradients[shard_id], writes=False)
+            self._slots.read(self._gradients[shard_id])
             del self._gradients[shard_id]
 
     def _watch(self, lease: torch.Tensor) -> None:

@@ -145,12 +145,22 @@ class Loop:
     name: str
     backwards: int = 1  # of a step
     max_norm: float | None = None
+    autocast: torch.dtype | None = None
+    scale: float = 0.0  # with which a GradScaler begins; 0: without one
 
     def __str__(self) -> str:
         return self.name
 
 
 LOOPS = (Loop("plain"), Loop("accumulated", backwards=2), Loop("clipped", max_norm=0.05))
+# Those in float16 begin with gradients that are infinite, and update nothing then.
+MIXED_LOOPS = (
+    Loop("autocast", autocast=torch.bfloat16),
+    Loop("scaled", autocast=torch.float16, scale=2.0**23),
+    Loop("scaled-accumulated", backwards=2, autocast=torch.float16, scale=2.0**23),
+    Loop("scaled-clipped", max_norm=0.05, autocast=torch.float16, scale=2.0**23),
+    Loop("scaled-alone", scale=1024.0),
+)
 
 
 def build(model: str) -> nn.Module:
@@ -159,7 +169,7 @@ def build(model: str) -> nn.Module:
 
 
 def budget_bytes(model: nn.Module, share: float | None) -> int | None:
-    """So much of the model's parameters; None: the least."""
+    """So much of the model's parameters; None: what memd chooses."""
     if share is None:
         return None
     return int(share * sum(each.nbytes + 512 for each in model.parameters()))
@@ -172,19 +182,43 @@ def batch(number: int) -> Tensor:
 def train(
     model: nn.Module, session: Session, loop: Loop, device: str, steps: int = STEPS
 ) -> list[Tensor]:
-    """With memd: the losses, then all of the model's state, on the host."""
+    """With memd: the losses and scales, then all of the model's state, on the host."""
     optimizer = memd_client.AdamW(_trained(model), lr=RATE)
-    losses: list[Tensor] = []
+    scaler = _scaler(loop, device)
+    found: list[Tensor] = []
     for step in range(steps):
-        for part in range(loop.backwards):
-            loss = model(batch(step * loop.backwards + part).to(device, non_blocking=True))
-            loss.backward()
-            losses.append(loss.detach())
+        found += _backwards(model, loop, step, scaler)
         if loop.max_norm is not None:
+            scaler.unscale_(optimizer)
             optimizer.clip_grad_norm_(loop.max_norm)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
-    return _on_host(losses, model)
+        if loop.scale:
+            found.append(torch.tensor(scaler.get_scale()))
+    return _on_host(found, model)
+
+
+def _scaler(loop: Loop, device: str) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler(
+        device, init_scale=loop.scale or 1.0, growth_interval=2, enabled=bool(loop.scale)
+    )
+
+
+def _backwards(
+    model: nn.Module, loop: Loop, step: int, scaler: torch.amp.GradScaler
+) -> list[Tensor]:
+    """Those of one step; returns the losses."""
+    device = next(model.parameters()).device
+    losses = []
+    for part in range(loop.backwards):
+        there = batch(step * loop.backwards + part).to(device, non_blocking=True)
+        with torch.autocast(device.type, loop.autocast, enabled=loop.autocast is not None):
+            loss = model(there)
+        scaled = scaler.scale(loss)
+        scaled.backward()
+        losses.append(loss.detach())
+    return losses
 
 
 def reference(model: str, loop: Loop, device: str, steps: int = STEPS) -> list[Tensor]:
@@ -193,24 +227,31 @@ def reference(model: str, loop: Loop, device: str, steps: int = STEPS) -> list[T
     # Those of bfloat16 are updated in float32.
     exact = {each: each.detach().float().clone() for each in _trained(host)}
     optimizer = torch.optim.AdamW(exact.values(), lr=RATE, fused=True)
-    losses: list[Tensor] = []
+    # The scaler's numbers are where it divides, as long as nobody orders its copies.
+    holder, scaler = torch.optim.SGD(_trained(host)), _scaler(loop, "cpu")
+    scaler.scale(torch.zeros(()))
+    found: list[Tensor] = []
     for step in range(steps):
-        for part in range(loop.backwards):
-            loss = there(batch(step * loop.backwards + part).to(device))
-            loss.backward()
-            losses.append(loss.detach())
+        found += _backwards(there, loop, step, scaler)
         for one, other in zip(there.parameters(), host.parameters(), strict=True):
             other.grad = one.grad.cpu() if one.grad is not None else None
             one.grad = None
+        gradients = [each.grad for each in _trained(host) if each.grad is not None]
+        is_finite = all(bool(each.isfinite().all()) for each in gradients)
+        scaler.unscale_(holder)
         if loop.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(_trained(host), loop.max_norm)
         for parameter, value in exact.items():
             value.grad = parameter.grad.float() if parameter.grad is not None else None
-        optimizer.step()
+        if is_finite:
+            optimizer.step()
+        scaler.update()
+        if loop.scale:
+            found.append(torch.tensor(scaler.get_scale()))
         with torch.no_grad():
             for one, other in zip(there.parameters(), host.parameters(), strict=True):
                 one.copy_(published(exact[other], one.dtype) if other in exact else other)
-    return _on_host(losses, there)
+    return _on_host(found, there)
 
 
 def published(exact: Tensor, dtype: torch.dtype) -> Tensor:
@@ -226,5 +267,5 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _on_host(losses: list[Tensor], model: nn.Module) -> list[Tensor]:
-    return [tensor.cpu() for tensor in (*losses, *model.state_dict().values())]
+def _on_host(found: list[Tensor], model: nn.Module) -> list[Tensor]:
+    return [tensor.cpu() for tensor in (*found, *model.state_dict().values())]

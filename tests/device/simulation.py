@@ -75,7 +75,7 @@ class Simulation:
     # --- for tests --------------------------------------------------------------------------------
 
     def seed(self, seed: int) -> None:
-        """Finishes everything and starts over with other dice."""
+        """Finishes everything and starts over with other dice, and without memory to use again."""
         self._native.seed(seed)
 
     @contextmanager

@@ -90,12 +90,13 @@ def test_an_event_of_one_device_orders_a_stream_of_the_other(seed: int) -> None:
 
 
 def test_each_device_counts_and_limits_its_own_memory() -> None:
+    torch.accelerator.empty_cache()
     before = torch.accelerator.memory_allocated(1)
     kept = torch.ones(1000, device="sim:1")
     assert torch.accelerator.memory_allocated(1) - before == 4096  # blocks are of 512 bytes
-    with SIM.limit(torch.accelerator.memory_allocated(1) + 512, device=1):
-        with pytest.raises(torch.OutOfMemoryError, match="1024 bytes wanted"):
-            torch.ones(256, device="sim:1")
-        torch.ones(256, device="sim:0")
+    with SIM.limit(torch.accelerator.memory_reserved(1), device=1):
+        with pytest.raises(torch.OutOfMemoryError, match="10240 bytes wanted"):
+            torch.ones(2560, device="sim:1")
+        torch.ones(2560, device="sim:0")
     del kept
     assert torch.accelerator.memory_allocated(1) == before

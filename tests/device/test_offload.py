@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.device.models import are_equal
 from tests.device.offloaded import LOOPS, MODELS, Loop, reference
@@ -38,3 +41,39 @@ def test_training_has_the_bits_of_training_without_memd(
     for seed in range(seeds):
         SIM.seed(seed)
         assert are_equal(trained(daemon, monkeypatch, model, budget, loop), expected)
+
+
+class Shift(nn.Module):
+    """Adds a parameter whose gradient is a view of that of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(8 * 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift.view(8, 64)
+
+
+class Shifted(nn.Module):
+    """Autograd adds to the gradient of the input in place, when that of the shift is copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shift = nn.Linear(24, 64), Shift()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.gelu(self.first(x))
+        early = x.square().mean()
+        late: Tensor = self.shift(x).cos().mean()
+        return early + late
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_a_gradient_in_memory_that_autograd_adds_to_leaves_as_it_was(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, seeds: int
+) -> None:
+    monkeypatch.setitem(MODELS, "shifted", Shifted)
+    expected = reference("shifted", LOOPS[0], "sim")
+    for seed in range(seeds):
+        SIM.seed(seed)
+        assert are_equal(trained(daemon, monkeypatch, "shifted", "all", LOOPS[0]), expected)

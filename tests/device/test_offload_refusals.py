@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import memd_client
-from memd_client import CapacityError, InvalidArgument, MemdError, NotYet
+from memd_client import CapacityError, InvalidArgument, MemdError, NotResident, NotYet
 from memd_client.core.ranks import Ranks
 from tests.device.models import are_equal
 from tests.device.offloaded import LOOPS, batch, build, reference, train
@@ -130,41 +130,9 @@ def test_layers_in_tiles(session: Session) -> None:
 # Uses of a model on a device that come in a later version.
 
 
-def autocast(model: nn.Module, session: Session) -> None:
-    del session
-    with torch.autocast("sim", torch.bfloat16):
-        model(batch(0).to("sim"))
-
-
-def scaled(model: nn.Module, session: Session) -> None:
-    del session
-    optimizer = memd_client.AdamW(model.parameters())
-    scaler = torch.amp.GradScaler("sim", init_scale=2.0)
-    scaler.scale(model(batch(0).to("sim"))).backward()
-    scaler.step(optimizer)
-
-
 def stepping_in_backward(model: nn.Module, session: Session) -> None:
     del session
     memd_client.AdamW(model.parameters(), step_in_backward=True)
-
-
-def written_in_gather(model: nn.Module, session: Session) -> None:
-    del session
-    with memd_client.gather(model, write=True):
-        pass
-
-
-def assigned_gradient(model: nn.Module, session: Session) -> None:
-    del session
-    parameter = next(model.parameters())
-    parameter.grad = torch.ones(parameter.shape, device="sim")
-
-
-def assigned_data(model: nn.Module, session: Session) -> None:
-    del session
-    parameter = next(model.parameters())
-    parameter.data = torch.ones(parameter.shape, device="sim")
 
 
 def tracked_generators(model: nn.Module, session: Session) -> None:
@@ -190,12 +158,7 @@ def transformed(model: nn.Module, session: Session) -> None:
     ("use", "message"),
     [
         (transformed, r"transforms of torch\.func over parameters on sim:0"),
-        (autocast, "autocast over parameters on sim:0"),
-        (scaled, "a GradScaler with parameters on a device"),
         (stepping_in_backward, "step_in_backward=True with parameters on a device"),
-        (written_in_gather, r"gather\(write=True\) of a parameter on sim:0"),
-        (assigned_gradient, r"p.grad = \.\.\. of parameter 'layers.0.weight' on sim:0"),
-        (assigned_data, "parameter.data = value of 'layers.0.weight' on sim:0"),
         (tracked_generators, r"track\(rng=True\) with a model on a device"),
         (compiled, "torch.compile over parameters on a device"),
     ],
@@ -208,6 +171,23 @@ def test_what_comes_later(
         use(model, session)
     assert type(info.value) is NotYet
     assert "later version" in str(info.value)
+
+
+def test_a_gradient_on_another_device(session: Session) -> None:
+    model = memd_client.offload(build("mlp"), session, device="sim")
+    parameter = next(model.parameters())
+    with pytest.raises(InvalidArgument, match="neither on the parameter's device nor in host"):
+        parameter.grad = torch.ones(parameter.shape, device="sim:1")
+    assert parameter.grad is None
+
+
+def test_data_on_another_device(session: Session) -> None:
+    model = memd_client.offload(build("mlp"), session, device="sim")
+    parameter = next(model.parameters())
+    before = parameter.detach().cpu()
+    with pytest.raises(NotResident, match=r"cannot become torch\.float32 .* on cpu there"):
+        parameter.data = torch.ones(parameter.shape)
+    assert torch.equal(parameter.detach().cpu(), before)
 
 
 def test_a_model_that_stays_on_a_device(session: Session) -> None:

@@ -95,19 +95,21 @@ def test_memory_that_a_stream_still_uses_is_taken_back_before_a_refusal(seed: in
     """The allocator waits for the stream; the program has not."""
     SIM.seed(seed)
     side, made = torch.Stream(device="sim"), torch.Event(device="sim")
-    host = torch.zeros(256).pin_memory()
-    with SIM.limit(torch.accelerator.memory_allocated() + 1024):
-        first = torch.ones(256, device="sim")
+    count = 1280  # of one segment
+    host = torch.zeros(count).pin_memory()
+    torch.accelerator.empty_cache()
+    with SIM.limit(torch.accelerator.memory_reserved() + 4 * count):
+        first = torch.ones(count, device="sim")
         made.record()
         side.wait_event(made)
         with side:
             host.copy_(first, non_blocking=True)
         first.record_stream(side)
         del first
-        assert torch.full((256,), 2.0, device="sim").tolist() == [2.0] * 256
+        assert torch.full((count,), 2.0, device="sim").tolist() == [2.0] * count
         with pytest.raises(RuntimeError, match="race: the host"):
             SIM.host_touches(host, writes=False)
-    assert host.tolist() == [1.0] * 256
+    assert host.tolist() == [1.0] * count
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,4 +1,4 @@
-"""Copies of parameters on a device, in a range of its memory that never grows.
+"""Copies of parameters on a device, in a range of its memory.
 
 A use of a copy is a *lease* as of host memory: a tensor over its bytes, which ends when the last
 tensor that shares its storage is freed. An event on the user's stream marks that end: until it has
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
+from contextlib import suppress
 from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from memd_client.base.dtypes import DTYPE_NUMBERS
-from memd_client.device.space import DeviceSpace, Place, aligned
+from memd_client.device.device_range import Copy, DeviceRange
+from memd_client.device.space import aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,37 +28,12 @@ if TYPE_CHECKING:
     from memd_client.device.event_thread import EventThread
 
 
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """The value of one parameter, at one place."""
-
-    shard_id: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    place: Place
-    copied: torch.Event  # its bytes are there
-    users: set[torch.Stream] = field(default_factory=set)  # those that wait for that
-    # The ends of its last uses.
-    ended: list[torch.Event] = field(default_factory=list)
-    is_current: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Freed:
-    """Bytes whose last users may not have passed yet."""
-
-    begin: int
-    end: int
-    events: Sequence[torch.Event]
-
-
 # With one lease, or none any more.
 Box = list[torch.Tensor]
 # The value of `change_count` from before the lease was asked for comes last.
 Wanted = tuple["Shard", Box, int]
 # Uses that have ended: the copy, and the events on its users' streams.
-_Ended = deque[tuple[_Copy, list[torch.Event]]]
+_Ended = deque[tuple[Copy, list[torch.Event]]]
 
 
 class DeviceCopies:
@@ -83,22 +59,77 @@ class DeviceCopies:
         self._next_use = next_use
         self._lock = RLock()
         self._stream = torch.Stream(device=device)
-        # The stream that copies allocates it, so that its first use waits for nothing.
-        with self._stream:
-            self._memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-        self._space = DeviceSpace(size_bytes, needed_bytes)
-        self._current: dict[int, _Copy] = {}  # by shard id
+        self._needed_bytes = needed_bytes
+        self._range = self._range_of(size_bytes)
+        self._left: list[DeviceRange] = []  # ranges of before, of which somebody uses a part
+        self._current: dict[int, Copy] = {}  # by shard id
         self._change_counts: dict[int, int] = {}  # by shard id
-        self._at: dict[Place, _Copy] = {}
-        self._freed: list[_Freed] = []
-        self._users: set[torch.Stream] = set()
         # A lease may end anywhere, also while this thread is in here: it only adds to these.
         self._ended: _Ended = deque()
         self._is_closed = False
 
     @property
     def size_bytes(self) -> int:
-        return self._memory.nbytes
+        return self._range.size_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """With the memory of an older range, of which somebody uses a part."""
+        with self._lock:
+            self._note_ends()
+            return sum(each.size_bytes for each in (self._range, *self._left))
+
+    @property
+    def kept_bytes(self) -> int:
+        """The memory of ranges that somebody uses, which a new range does not get."""
+        with self._lock:
+            self._note_ends()
+            return sum(each.size_bytes for each in (self._range, *self._left) if each.used_bytes)
+
+    def resize(self, size_bytes: int) -> None:
+        """Begins anew in a range of this size, and waits for the device.
+
+        A lease keeps all of its range's memory until it ends, so nothing happens while there are
+        leases both in this range and in an older one, or in this one and the device has no room for
+        another. If it has none for a larger range, the range has the old size.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for a smaller range, or none for one of the old
+                size any more. Until this was called again there are no copies.
+        """
+        with self._lock:
+            self._note_ends()
+            old_bytes = self._range.size_bytes
+            if self._is_closed or size_bytes == old_bytes:
+                return
+            if self._range.used_bytes:
+                if not self._left:
+                    with suppress(torch.OutOfMemoryError):
+                        self._leave_for(self._range_of(size_bytes))
+                return
+            self._leave_for(self._range_of(0))
+            # torch keeps a freed range for this stream. A smaller one would take a part of it, and
+            # nobody else could have the rest.
+            torch.accelerator.empty_cache()
+            try:
+                self._range = self._range_of(size_bytes)
+            except torch.OutOfMemoryError:
+                if size_bytes < old_bytes or not old_bytes:
+                    raise
+                self._range = self._range_of(old_bytes)
+
+    def _leave_for(self, new: DeviceRange) -> None:
+        for copy in list(self._current.values()):
+            self._drop(copy)
+        self._range.give_back()
+        if self._range.used_bytes:
+            self._left.append(self._range)
+        self._range = new
+
+    def _range_of(self, size_bytes: int) -> DeviceRange:
+        return DeviceRange(
+            self._device, self._stream, size_bytes=size_bytes, needed_bytes=self._needed_bytes
+        )
 
     def has(self, shard: Shard) -> bool:
         """Whether the present value is there."""
@@ -112,7 +143,7 @@ class DeviceCopies:
             copy = self._current.get(shard.shard_id)
             if copy is None:
                 return None
-            if not self._space.may_be_used(copy.place):
+            if not copy.range.may_be_used(copy):
                 self._drop(copy)
                 return None
             return self._lease(copy)
@@ -145,7 +176,7 @@ class DeviceCopies:
             self._note_ends()
             copied = torch.Event(device=self._device, blocking=True)
             boxes: list[Box] = []
-            copies: list[_Copy] = []
+            copies: list[Copy] = []
             try:
                 with self._stream:
                     for shard, box, change_count in wanted:
@@ -156,7 +187,7 @@ class DeviceCopies:
                             break
                         boxes.append(box)
                         copies.append(copy)
-                        for event in self._events_of(copy.place):
+                        for event in copy.range.ends_of_uses(copy.place):
                             self._stream.wait_event(event)
                         self._copy(copy, box, registration)
             except BaseException:
@@ -173,24 +204,26 @@ class DeviceCopies:
 
     def _place(
         self, shard: Shard, lease: torch.Tensor, copied: torch.Event, *, is_ahead: bool
-    ) -> _Copy | None:
+    ) -> Copy | None:
         size_bytes = aligned(lease.nbytes)
-        room = self._space.find(
+        room = self._range.find(
             size_bytes,
-            next_use=lambda place: self._next_use(self._at[place].shard_id),
+            next_use=self._next_use,
             sooner_than=self._next_use(shard.shard_id) if is_ahead else -1.0,
         )
         if room is None:
             return None
-        for place in room.victims:
-            self._drop(self._at[place])
-        place = self._space.take(room, size_bytes)
-        copy = _Copy(shard.shard_id, lease.dtype, lease.shape, lease.stride(), place, copied)
-        self._at[place] = self._current[shard.shard_id] = copy
+        for victim in self._range.victims(room):
+            self._drop(victim)
+        place = self._range.take(room, size_bytes)
+        form = lease.dtype, lease.shape, lease.stride()
+        copy = Copy(shard.shard_id, *form, self._range, place, copied)
+        self._range.add(copy)
+        self._current[shard.shard_id] = copy
         return copy
 
-    def _copy(self, copy: _Copy, box: Box, registration: HostRegistration) -> None:
-        there = self._tensor(copy)
+    def _copy(self, copy: Copy, box: Box, registration: HostRegistration) -> None:
+        there = copy.range.tensor(copy)
         if copy.dtype in DTYPE_NUMBERS:
             registration.copy(there, registration.host(box[0], self._device))
         else:  # a frozen parameter's, whose dtype the arena does not know
@@ -216,7 +249,7 @@ class DeviceCopies:
             self._note_ends()
             for copy in list(self._current.values()):
                 self._drop(copy)
-            self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)
+            self._range.give_back()
             self._is_closed = True
 
     @property
@@ -224,84 +257,50 @@ class DeviceCopies:
         """The bytes of copies that somebody uses."""
         with self._lock:
             self._note_ends()
-            return self._space.used_bytes
+            return self._range.used_bytes
 
-    def _drop(self, copy: _Copy) -> None:
+    def _drop(self, copy: Copy) -> None:
         """It is not the value any more. Its memory is free when its users have left."""
         copy.is_current = False
         self._current.pop(copy.shard_id, None)
         if not copy.place.user_count:
-            self._free(copy)
+            copy.range.free(copy)
 
-    def _free(self, copy: _Copy) -> None:
-        del self._at[copy.place]
-        self._space.free(copy.place)
-        self._freed.append(_Freed(copy.place.begin, copy.place.end, copy.ended))
-
-    def _events_of(self, place: Place) -> list[torch.Event]:
-        """The ends of the uses of these bytes so far, which are forgotten here."""
-        found: list[torch.Event] = []
-        kept: list[_Freed] = []
-        for freed in self._freed:
-            if freed.end <= place.begin or place.end <= freed.begin:
-                kept.append(freed)
-                continue
-            found += freed.events
-            if freed.begin < place.begin:
-                kept.append(_Freed(freed.begin, place.begin, freed.events))
-            if place.end < freed.end:
-                kept.append(_Freed(place.end, freed.end, freed.events))
-        self._freed = kept
-        return found
-
-    def _lease(self, copy: _Copy) -> torch.Tensor:
+    def _lease(self, copy: Copy) -> torch.Tensor:
         self._join(copy)
-        self._space.use(copy.place)
-        lease = self._tensor(copy)
+        copy.range.use(copy)
+        lease = copy.range.tensor(copy)
         weakref.finalize(
-            lease.untyped_storage(), _end_use, self._ended, self._memory, copy
+            lease.untyped_storage(), _end_use, self._ended, copy.range.memory, copy
         ).atexit = False
         return lease
 
     def join(self, shard: Shard) -> None:
         """The current stream uses a lease that was made for another one, perhaps."""
         with self._lock:
-            for copy in self._at.values():
-                if copy.shard_id == shard.shard_id:
-                    self._join(copy)
+            for each in (self._range, *self._left):
+                for copy in each.copies:
+                    if copy.shard_id == shard.shard_id:
+                        self._join(copy)
 
-    def _join(self, copy: _Copy) -> None:
+    def _join(self, copy: Copy) -> None:
         user = torch.accelerator.current_stream(self._device)
         if user in copy.users:
             return
         user.wait_event(copy.copied)
         copy.users.add(user)
-        if user not in self._users:
-            # Until it has passed, torch gives this memory to nobody else.
-            self._users.add(user)
-            self._memory.record_stream(user)
-
-    def _tensor(self, copy: _Copy) -> torch.Tensor:
-        """Over its bytes, with a storage of its own."""
-        place = copy.place
-        storage = torch._C._construct_storage_from_data_pointer(
-            self._memory.data_ptr() + place.begin,
-            self._device,
-            copy.shape.numel() * copy.dtype.itemsize,
-        )
-        tensor = torch.empty(0, dtype=copy.dtype, device=self._device)
-        with torch.no_grad():
-            tensor.set_(storage, 0, copy.shape, copy.stride)
-        return tensor
+        copy.range.note_user(user)
 
     def _note_ends(self) -> None:
         while self._ended:
             copy, events = self._ended.popleft()
             # Those of one user come in no order.
             copy.ended = [each for each in copy.ended if not each.query()] + events
-            self._space.leave(copy.place)
+            copy.range.leave(copy)
             if not copy.place.user_count and not copy.is_current:
-                self._free(copy)
+                copy.range.free(copy)
+        if self._left:
+            self._left = [each for each in self._left if each.copies]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -313,7 +312,7 @@ def _clear(boxes: Sequence[Box]) -> None:
         box.clear()
 
 
-def _end_use(ended: _Ended, memory: torch.Tensor, copy: _Copy) -> None:
+def _end_use(ended: _Ended, memory: torch.Tensor, copy: Copy) -> None:
     """The last tensor over a lease was freed. `memory` is kept until here."""
     events = []
     for stream in tuple(copy.users):

@@ -1,15 +1,17 @@
 """Leases of parameters that are used on a device.
 
 Values come on one stream, ahead of their use in the order of the last round; gradients leave on
-another during backward. Two threads wait for the events: one gives leases of values back, the other
-those of gradients, and sends the step behind them. A trainer's thread waits for the daemon, and
-never for the device.
+another during backward (`departures.py`). Two threads wait for the events: one gives leases of
+values back, the other those of gradients, and sends the step behind them. A trainer's thread waits
+for the daemon; for the device only when the memory of copies changes its size, when it writes a
+value, and for gradients that it reads.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING
@@ -19,7 +21,7 @@ import torch
 from memd_client.base.sizes import format_size
 from memd_client.core.leases import MODE_OVERWRITE, MODE_READ, MODE_WRITE
 from memd_client.device.copies import Box, DeviceCopies, Wanted
-from memd_client.device.deferred_step import DeferredStep
+from memd_client.device.departures import Departures
 from memd_client.device.event_thread import EventThread
 from memd_client.device.space import aligned
 from memd_client.device.use_order import UseOrder
@@ -33,21 +35,14 @@ if TYPE_CHECKING:
     from memd_client.connection.shard import Shard
     from memd_client.core.gradient_order import GradientOrder
     from memd_client.core.leases import Leases
+    from memd_client.device.budget import DeviceBudget
+
+_log = logging.getLogger("memd_client")
 
 # How many uses ahead copies begin.
 _AHEAD_COUNT = 32
 # Copies that begin together share an event: the first use waits for all of them.
 _BATCH_BYTES = 8 << 20
-# Gradients that wait in pinned memory to be added to those of an earlier backward.
-_STAGED_BYTES_MAX = 256 << 20
-
-
-@dataclass(slots=True)
-class _Leaving:
-    """Copies of one gradient that are under way."""
-
-    box: list[torch.Tensor]  # with the lease of its slot, which ends with the last of them
-    count: int = 1
 
 
 class DeviceLeases:
@@ -59,7 +54,7 @@ class DeviceLeases:
         device: torch.device,
         *,
         job: str,
-        size_bytes: int,
+        budget: DeviceBudget,
         needed_bytes: int,
     ) -> None:
         """As `DeviceCopies`."""
@@ -74,16 +69,14 @@ class DeviceLeases:
         self._changing: set[int] = set()  # those that steps update
         self._copies = DeviceCopies(
             device,
-            size_bytes=size_bytes,
+            size_bytes=budget.size_bytes,
             needed_bytes=needed_bytes,
             next_use=partial(_next_use, self._lock, self._order, self._changing),
         )
+        self._budget = budget
         self._registration = leases.registration
         self._arrivals = EventThread("memd-arrivals")
-        self._departures = EventThread("memd-departures")
-        self._out = torch.Stream(device=device)
-        self._leaving: dict[int, _Leaving] = {}  # by shard id
-        self._staged_bytes = 0
+        self._departures = Departures(device, leases.registration, job=job)
         self._is_closed = False
 
     def add(self, shards: Sequence[Shard]) -> None:
@@ -97,20 +90,30 @@ class DeviceLeases:
         return self.values([shard], mode)[0]
 
     def values(self, shards: Sequence[Shard], mode: int = MODE_READ) -> list[torch.Tensor]:
-        """`value` of each, all or none."""
-        if mode != MODE_READ:
-            raise NotYet(
-                f"job {self._job!r}: gather(write=True) of a parameter on {self._device} comes in "
-                f"a later version; change {shards[0].label!r} with copy_() under torch.no_grad()"
-            )
-        self._refuse_modes(shards[0])
+        """`value` of each, all or none. What is written there goes to memd by `write`, in whatever
+        mode it was leased."""
+        del mode
+        self._begin_use(*shards)
+        leases: list[torch.Tensor] | None = None
+        try:
+            leases = self._together(shards)
+        except CapacityError:
+            if len(shards) == 1:
+                raise
+        if leases is None:  # the error is gone, and with it the leases that it has kept
+            # The copies that were there may have left room, and nowhere enough in one piece.
+            for shard in shards:
+                self._copies.forget(shard)
+            leases = self._together(shards)
+        return leases
+
+    def _together(self, shards: Sequence[Shard]) -> list[torch.Tensor]:
         missing = [shard for shard in shards if not self._copies.has(shard)]
         counts = [self._copies.change_count(shard) for shard in missing]
         boxes = [[lease] for lease in self._leases.values(missing)] if missing else []
-        brought = {
-            shard.shard_id: self._brought(shard, box, count)
-            for shard, box, count in zip(missing, boxes, counts, strict=True)
-        }
+        # Larger ones first: they leave the fewest gaps.
+        wanted = sorted(zip(missing, boxes, counts, strict=True), key=_size_bytes, reverse=True)
+        brought = {shard.shard_id: self._brought(shard, box, count) for shard, box, count in wanted}
         return [
             brought[shard.shard_id] if shard.shard_id in brought else self._found(shard)
             for shard in shards
@@ -118,7 +121,7 @@ class DeviceLeases:
 
     def resident(self, shard: Shard) -> torch.Tensor | None:
         """As `value` where that takes no request; otherwise None."""
-        self._refuse_modes(shard)
+        self._begin_use(shard)
         there = self._copies.lease(shard)
         if there is None:
             count = self._copies.change_count(shard)
@@ -224,6 +227,53 @@ class DeviceLeases:
             return first
         return place
 
+    def _resize(self) -> None:
+        """As the budget says.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room, not even for the least.
+        """
+        before_bytes, wanted_bytes = self._copies.size_bytes, self._budget.size_bytes
+        if before_bytes == wanted_bytes:
+            return
+        try:
+            self._copies.resize(wanted_bytes)
+        finally:
+            size_bytes = self._copies.size_bytes
+            with self._lock:
+                self._budget.note_size(size_bytes)
+            if size_bytes > before_bytes:
+                text = "job %r: steps leave room on %s: parameters have %s there instead of %s"
+                _log.info(
+                    text,
+                    self._job,
+                    self._device,
+                    format_size(size_bytes),
+                    format_size(before_bytes),
+                )
+            elif size_bytes < before_bytes:
+                text = (
+                    "job %r: memory of %s ran out: parameters have %s there instead of %s, and are "
+                    "copied more often, until steps leave room again"
+                )
+                _log.warning(
+                    text,
+                    self._job,
+                    self._device,
+                    format_size(size_bytes),
+                    format_size(before_bytes),
+                )
+
+    def _begin_use(self, *shards: Shard) -> None:
+        for shard in shards[:1]:
+            self._refuse_modes(shard)
+        with self._lock:
+            is_begin = any(self._order.begins_with(shard.shard_id) for shard in shards)
+            if is_begin:
+                self._budget.note_use()
+        if is_begin:
+            self._resize()
+
     def _refuse_modes(self, shard: Shard) -> None:
         if self._is_closed:
             raise _closed(self._job)
@@ -243,12 +293,6 @@ class DeviceLeases:
                 f"job {self._job!r}: CUDA graphs over parameters on {self._device}, such as "
                 f"{shard.label!r}, come in a later version; capture what uses none"
             )
-        if torch.is_autocast_enabled(self._device.type):
-            raise NotYet(
-                f"job {self._job!r}: autocast over parameters on {self._device}, such as "
-                f"{shard.label!r}, comes in a later version; train in bfloat16, or call the module "
-                "outside of autocast"
-            )
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -258,144 +302,57 @@ class DeviceLeases:
         Raises:
             MemdError: a copy has failed.
         """
-        self._wait_for(shard)
-        self._refuse_lost()
+        self._departures.wait_for(shard)
+        self._departures.refuse_lost()
         return self._leases.gradient(shard, mode)
 
     def overwrite_gradient(self, shard: Shard, gradient: torch.Tensor) -> None:
         """Copies `gradient` into the slot of a parameter; returns at once if it is on a device."""
+        self._departures.wait_for(shard)
         if gradient.device.type == "cpu":
             self._leases.overwrite_gradient(shard, gradient)
-            return
-        self._wait_for(shard)
-        leaving = _Leaving([self._leases.gradient(shard, MODE_OVERWRITE)])
-        with self._lock:
-            self._leaving[shard.shard_id] = leaving
-        self._depart(shard, leaving, gradient, None)
+        else:
+            lease = partial(self._leases.gradient, shard, MODE_OVERWRITE)
+            self._departures.overwrite(shard, gradient, lease)
 
     def add_gradient(self, shard: Shard, part: torch.Tensor) -> None:
         """Adds to the gradient in the slot, in the order of these calls; returns at once."""
-        with self._lock:
-            is_full = self._staged_bytes + part.nbytes > _STAGED_BYTES_MAX
-        if is_full:
-            self._departures.wait_for_end()
-        staged = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
-        # The lease is taken here: the thread could not take it once a step waits to be sent.
-        with self._lock:
-            leaving = self._leaving.get(shard.shard_id)
-            if leaving is not None:
-                leaving.count += 1
-        if leaving is None:
-            leaving = _Leaving([self._leases.gradient(shard, MODE_WRITE)])
-            with self._lock:
-                self._leaving[shard.shard_id] = leaving
-        with self._lock:
-            self._staged_bytes += staged.nbytes
-        self._depart(shard, leaving, part, staged)
-
-    def _depart(
-        self,
-        shard: Shard,
-        leaving: _Leaving,
-        gradient: torch.Tensor,
-        staged: torch.Tensor | None,
-    ) -> None:
-        """Copies it into its slot, or to where it waits to be added there."""
-        try:
-            target = staged
-            if target is None:
-                target = self._registration.host(leaving.box[0], self._device)
-            copied = self._copy_out(gradient, target)
-        except BaseException:
-            if staged is not None:
-                with self._lock:
-                    self._staged_bytes -= staged.nbytes
-            self._finish(shard, leaving)
-            raise
-        del target
-        self._departures.after(copied, partial(self._arrive, shard, leaving, staged))
-
-    def _arrive(self, shard: Shard, leaving: _Leaving, staged: torch.Tensor | None) -> None:
-        try:
-            if staged is not None:
-                leaving.box[0].add_(staged)
-        finally:
-            if staged is not None:
-                with self._lock:
-                    self._staged_bytes -= staged.nbytes
-            self._finish(shard, leaving)
-
-    def _finish(self, shard: Shard, leaving: _Leaving) -> None:
-        with self._lock:
-            leaving.count -= 1
-            if not leaving.count:
-                del self._leaving[shard.shard_id]
-                leaving.box.clear()
+        self._departures.add(shard, part, partial(self._leases.gradient, shard, MODE_WRITE))
 
     def gradient_is_final(self, shard: Shard) -> None:
         """Refused before: see `refuse_early`."""
         raise NotYet(_EARLY)
 
-    def _copy_out(self, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
-        """Returns the event after the copy."""
-        source = source.detach().contiguous()
-        computed = torch.Event(device=self._device)
-        copied = torch.Event(device=self._device, blocking=True)
-        computed.record(torch.accelerator.current_stream(self._device))
-        self._out.wait_event(computed)
-        with self._out:
-            self._registration.copy(target, source)
-            copied.record(self._out)
-        # Its memory is somebody else's when the copy has passed, not before.
-        source.record_stream(self._out)
-        return copied
-
-    def _wait_for(self, shard: Shard) -> None:
-        """The daemon would grant its slot behind the copies too, and wait no longer than a minute
-        for them."""
-        with self._lock:
-            is_leaving = shard.shard_id in self._leaving
-        if is_leaving:
-            self._departures.wait_for_end()
-
-    def _refuse_lost(self) -> None:
-        error = self._departures.error
-        if error is not None:
-            raise _lost(self._job, error)
-
     # --- the device's traffic ---------------------------------------------------------------------
 
     def send_after(self, begin: Callable[[], StepCall]) -> StepCall:
         """See `DeviceTraffic`."""
-        step = DeferredStep()
-        self._departures.after(None, partial(self._send, step, begin))
-        return step
-
-    def _send(self, step: DeferredStep, begin: Callable[[], StepCall]) -> None:
-        error = self._departures.error
-        if error is None:
-            step.send(begin)
-        else:
-            step.fail(_lost(self._job, error))
+        held_bytes, kept_bytes = self._copies.held_bytes, self._copies.kept_bytes
+        with self._lock:
+            self._budget.note_step(held_bytes=held_bytes, kept_bytes=kept_bytes)
+        # If there is no room any more, the next use begins with the least.
+        with suppress(torch.OutOfMemoryError):
+            self._resize()
+        return self._departures.send_after(begin)
 
     def copy_out(
         self, source: torch.Tensor, box: list[torch.Tensor], then: Callable[[torch.Tensor], None]
     ) -> None:
         """See `DeviceTraffic`."""
-        # A copy of the present value: kernels that are queued next may change it.
-        source = source.detach().clone()
-        copied = self._copy_out(source, self._registration.host(box[0], self._device))
-        self._departures.after(copied, partial(_end_with, box, then))
+        self._departures.copy_out(source, box, then)
+
+    def give_up(self) -> None:
+        """See `DeviceTraffic`."""
+        self._departures.give_up()
+        with self._lock:
+            self._budget.note_refusals()
+        with suppress(torch.OutOfMemoryError):  # the next use raises it
+            self._resize()
 
     def end_round(self) -> None:
         """See `DeviceTraffic`."""
         with self._lock:
             self._order.end_round()
-
-    def give_up(self) -> None:
-        """See `DeviceTraffic`."""
-        self._departures.wait_for_end()
-        self._departures.forget_error()
 
     @property
     def device(self) -> torch.device:
@@ -463,6 +420,11 @@ def refuse_early() -> None:
     raise NotYet(_EARLY)
 
 
+def _size_bytes(wanted: Wanted) -> int:
+    _, box, _ = wanted
+    return box[0].nbytes
+
+
 def _next_use(
     lock: AbstractContextManager[object], order: UseOrder, changing: set[int], shard_id: int
 ) -> float:
@@ -471,22 +433,5 @@ def _next_use(
         return order.next_use(shard_id, outlasts_step=shard_id not in changing)
 
 
-def _end_with(box: list[torch.Tensor], then: Callable[[torch.Tensor], None]) -> None:
-    try:
-        then(box[0])
-    finally:
-        box.clear()
-
-
 def _closed(job: str) -> MemdError:
     return MemdError(f"job {job!r}: the session is closed; connect again")
-
-
-def _lost(job: str, error: BaseException) -> MemdError:
-    """The error of a step whose gradients have not all arrived."""
-    if isinstance(error, MemdError):
-        return error
-    return MemdError(
-        f"job {job!r}: a gradient did not arrive from its device, so call zero_grad() and repeat "
-        f"the batch: {error}"
-    )

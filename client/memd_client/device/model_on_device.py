@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from memd_client.base.sizes import format_size, parse_size
+from memd_client.device.budget import DeviceBudget
 from memd_client.device.device_leases import DeviceLeases
 from memd_client.device.space import aligned
 from memd_client.errors import CapacityError, InvalidArgument, NotYet
@@ -50,29 +51,34 @@ class ModelOnDevice:
         needed_bytes, largest = _needed(module, own_parameters)
         least_bytes = aligned(needed_bytes * 5 // 4)
         all_bytes = sum(map(_size_of, set(module.parameters())))
-        wanted_bytes = least_bytes
+        wanted_bytes = None
         if device_bytes is not None:
             wanted_bytes = parse_size(device_bytes, name="device_bytes")
-        if wanted_bytes < least_bytes:
+        if wanted_bytes is not None and wanted_bytes < least_bytes:
             raise InvalidArgument(
                 f"job {job.name!r}: device_bytes is below what module {largest!r} needs on "
                 f"{device}, with those around it and 25 % more; pass {least_bytes} or more, or "
                 f"split the module: {format_size(wanted_bytes)} < {format_size(least_bytes)}"
             )
         # With more than all of them beside the largest module nothing has to give way.
-        size_bytes = aligned(min(wanted_bytes, all_bytes + least_bytes))
+        budget = DeviceBudget(
+            device,
+            least_bytes=least_bytes,
+            most_bytes=all_bytes + least_bytes,
+            chosen_bytes=None if wanted_bytes is None else aligned(wanted_bytes),
+        )
         try:
             leases = DeviceLeases(
                 job.unordered_leases,
                 device,
                 job=job.name,
-                size_bytes=size_bytes,
+                budget=budget,
                 needed_bytes=needed_bytes,
             )
             return ModelOnDevice(device, leases, _buffers_on(module, device))
         except torch.OutOfMemoryError as error:
             raise CapacityError(
-                f"job {job.name!r}: {device} has no room for {format_size(size_bytes)} of "
+                f"job {job.name!r}: {device} has no room for {format_size(budget.size_bytes)} of "
                 "parameters and the buffers; pass less device_bytes, or free memory there (at "
                 f"least {format_size(least_bytes)} is needed): {error}"
             ) from error

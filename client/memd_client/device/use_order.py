@@ -32,6 +32,10 @@ class UseOrder:
         if len(self._current) > _USES_MAX:
             self.end_round()
 
+    def begins_with(self, shard_id: int) -> bool:
+        """Whether the program begins the round with it, perhaps once more."""
+        return not self._current or self._current[0] == shard_id
+
     def end_round(self) -> None:
         """A step takes the gradients."""
         if not self._current:

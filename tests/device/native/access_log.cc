@@ -62,8 +62,16 @@ bool AccessLog::all_over(const char* region,
          std::all_of(found->second.begin(), found->second.end(), is_over);
 }
 
-void AccessLog::forget(const char* begin, const char* end) {
-  regions_.erase(regions_.lower_bound(begin), regions_.lower_bound(end));
+void AccessLog::forget(const char* begin,
+                       const char* end,
+                       const std::function<bool(const Access&)>& is_over) {
+  auto region = regions_.upper_bound(begin);
+  if (region != regions_.begin()) --region;
+  auto is_inside = [&](const Access& each) {
+    return begin <= each.span.begin && each.span.end <= end && is_over(each);
+  };
+  for (; region != regions_.end() && region->first < end; ++region)
+    std::erase_if(region->second, is_inside);
 }
 
 }  // namespace sim

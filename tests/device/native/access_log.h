@@ -24,8 +24,8 @@ struct Access {
   std::string name;
 };
 
-/// Uses of bytes since they were allocated, by region: an allocation, or a registered range. A use
-/// is dropped once a later one that knows of it would be in every race that it could be in. The
+/// Uses of bytes since they were allocated, by region: a device's segment, or a registered range. A
+/// use is dropped once a later one that knows of it would be in every race that it could be in. The
 /// caller serialises.
 class AccessLog {
  public:
@@ -36,8 +36,10 @@ class AccessLog {
   void note(const char* region, Access access, const VectorClock& seen);
 
   bool all_over(const char* region, const std::function<bool(const Access&)>& is_over) const;
-  /// The regions that begin in [begin, end) are somebody else's from now on.
-  void forget(const char* begin, const char* end);
+  /// The bytes of [begin, end) are somebody else's from now on: those uses of them are over.
+  void forget(const char* begin,
+              const char* end,
+              const std::function<bool(const Access&)>& is_over);
   void clear() { regions_.clear(); }
 
  private:

@@ -57,7 +57,10 @@ std::tuple<std::vector<std::string>, std::vector<int64_t>> timeline() {
 TORCH_LIBRARY(simulation, library) {
   library.def("install() -> ()", install);
   library.def("device_count() -> int", [] { return int64_t{kDevices}; });
-  library.def("seed(int seed) -> ()", [](int64_t seed) { machine().seed(seed); });
+  library.def("seed(int seed) -> ()", [](int64_t seed) {
+    machine().seed(seed);
+    memory().begin_anew();
+  });
   library.def("check_races(bool on) -> ()", [](bool is_on) { machine().check_races(is_on); });
   library.def("limit(int device, int bytes) -> ()",
               [](int64_t device, int64_t bytes) { memory().set_limit(device, bytes); });

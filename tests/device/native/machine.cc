@@ -34,7 +34,8 @@ void Machine::queue(Actor stream, Work work) {
   follow_host(stream);
   auto tick = known_[stream].next(stream);
   for (const auto& span : work.spans)
-    accesses_.note(region_of(span.begin), {span, stream, tick, work.name}, known_[stream]);
+    if (span.begin != span.end)
+      accesses_.note(region_of(span.begin), {span, stream, tick, work.name}, known_[stream]);
   clock_.run(stream, work.name, work.cost);
   queues_[stream].push_back({std::move(work.run), nullptr, nullptr, tick});
   if (work.may_run_now) drift();
@@ -107,16 +108,26 @@ void Machine::observe(int64_t key) {
   host.time = clock_.wait(host.actor, host.time, found->second.time);
 }
 
-bool Machine::is_quiet(const char* region) {
+bool Machine::is_quiet(const char* begin, const char* end) {
   auto locked = lock();
-  return accesses_.all_over(region, [this](const Access& access) {
-    return access.actor < 0 || done_[access.actor] >= access.tick;
+  return accesses_.all_over(region_of(begin), [&](const Access& access) {
+    auto is_elsewhere = access.span.end <= begin || end <= access.span.begin;
+    return is_elsewhere || access.actor < 0 || done_[access.actor] >= access.tick;
   });
 }
 
 void Machine::forget(const char* begin, const char* end) {
   auto locked = lock();
-  accesses_.forget(begin, end);
+  accesses_.forget(begin, end, [](const Access&) { return true; });
+}
+
+void Machine::forget_before(const std::vector<MarkPtr>& marks, const char* begin, const char* end) {
+  auto locked = lock();
+  accesses_.forget(begin, end, [&](const Access& access) {
+    return std::any_of(marks.begin(), marks.end(), [&](const MarkPtr& mark) {
+      return mark->before.knows(access.actor, access.tick);
+    });
+  });
 }
 
 // Work that is queued next comes after all work that the calling thread knows to be over.

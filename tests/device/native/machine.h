@@ -66,9 +66,12 @@ class Machine {
   void publish(int64_t key);
   void observe(int64_t key);
 
-  /// Whether no task that is still to run uses the region that begins here.
-  bool is_quiet(const char* region);
+  /// Whether no task that is still to run uses these bytes of a region.
+  bool is_quiet(const char* begin, const char* end);
+  /// They are somebody else's from now on.
   void forget(const char* begin, const char* end);
+  /// As `forget`, for uses that came before one of these marks, which have passed.
+  void forget_before(const std::vector<MarkPtr>& marks, const char* begin, const char* end);
 
   SimClock& clock() { return clock_; }
 
@@ -108,7 +111,7 @@ class Machine {
 
 Machine& machine();
 
-/// The beginning of the allocation or registered range that holds `address`, which is its own
+/// The beginning of the device's segment or registered range that holds `address`, which is its own
 /// region otherwise. Those who own memory know.
 const char* region_of(const char* address);
 

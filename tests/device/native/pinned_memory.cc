@@ -57,7 +57,8 @@ std::vector<Span> PinnedMemory::parts(const Span& span) {
 void PinnedMemory::release(void* context) {
   auto locked = machine().lock();
   auto* address = static_cast<char*>(context);
-  if (!machine().is_quiet(address)) return pinned().leaving_.push_back(address);
+  if (!machine().is_quiet(address, pinned().ends_.at(address)))
+    return pinned().leaving_.push_back(address);
   pinned().forget(address);
   std::free(address);
 }
@@ -73,7 +74,7 @@ PinnedMemory& pinned() {
 }
 
 const char* region_of(const char* address) {
-  if (const auto* block = memory().block_of(address)) return block;
+  if (const auto* segment = memory().segment_of(address)) return segment;
   const auto* range = pinned().find(address);
   return range ? range : address;
 }

@@ -1,0 +1,143 @@
+"""How much of a device's memory the copies of one model take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from memd_client.device.space import aligned
+
+# So many rounds in a row have needed no more memory than those before them when the copies get
+# more. A loop shows its longest batches and its evaluation in some of them.
+_STEADY_ROUNDS = 8
+# A size that the program has chosen comes back earlier.
+_STEADY_ROUNDS_CHOSEN = 1
+# The most steady rounds, however often memory has run out.
+_STEADY_ROUNDS_MAX = 1 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Torch's statistics of a device's memory."""
+
+    reserved_bytes: int
+    freed_count: int  # segments that the driver has got back
+    refused_count: int
+
+    @staticmethod
+    def of(device: torch.device) -> _Reading:
+        found = torch.accelerator.memory_stats(device)
+        return _Reading(
+            reserved_bytes=found.get("reserved_bytes.all.current", 0),
+            freed_count=found.get("num_device_free", 0),
+            refused_count=found.get("num_ooms", 0),
+        )
+
+
+class DeviceBudget:
+    """The size of the range that copies have. The leases' lock serialises.
+
+    It is what the program has chosen, and otherwise grows from the least in steps, each after some
+    steady rounds, and leaves a quarter of what others have not needed. When memory runs out it is
+    the least and grows again, each time after twice as many steady rounds.
+
+    What others need is what torch has reserved beside the copies when a step is made. Within a
+    round that only rises, unless torch gives memory back to the driver: then the round tells
+    nothing. The peaks that torch counts do not help, since a program may reset them.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        least_bytes: int,
+        most_bytes: int,
+        chosen_bytes: int | None,
+    ) -> None:
+        """
+        Args:
+            most_bytes: with more, no copy would stay longer.
+        """
+        self._device = device
+        self._least_bytes = least_bytes
+        self._is_chosen = chosen_bytes is not None
+        self._wanted_bytes = most_bytes if chosen_bytes is None else min(chosen_bytes, most_bytes)
+        self._size_bytes = least_bytes if chosen_bytes is None else self._wanted_bytes
+        self._rounds_needed = _STEADY_ROUNDS if chosen_bytes is None else _STEADY_ROUNDS_CHOSEN
+        self._steady_rounds = 0
+        self._others_bytes = 0  # the most that was reserved beside the copies
+        # The count when this round began; None between rounds.
+        self._freed_count: int | None = None
+        self._refused_count = _Reading.of(device).refused_count
+        self._is_after_refusal = False
+
+    @property
+    def size_bytes(self) -> int:
+        return self._size_bytes
+
+    def note_use(self) -> None:
+        """The round begins, perhaps once more."""
+        reading = self._read()
+        if self._freed_count is None:
+            self._freed_count = reading.freed_count
+
+    def note_refusals(self) -> None:
+        """If memory has run out since the last call, the size is the least."""
+        self._read()
+
+    def note_step(self, *, held_bytes: int, kept_bytes: int) -> None:
+        """The uses of a step are all queued. If there were none of this model, nothing of it was
+        measured.
+
+        Args:
+            held_bytes: of all ranges.
+            kept_bytes: of those that somebody uses, which a new range does not get.
+        """
+        reading = self._read()
+        freed_count, self._freed_count = self._freed_count, None
+        if freed_count is None:
+            return
+        if self._is_after_refusal:
+            # The batch for which memory ran out has left more in torch's cache than others need.
+            self._is_after_refusal = False
+            torch.accelerator.empty_cache()
+            return
+        others_bytes = reading.reserved_bytes - held_bytes
+        is_steady = reading.freed_count == freed_count and others_bytes <= self._others_bytes
+        self._others_bytes = max(self._others_bytes, others_bytes)
+        self._steady_rounds = self._steady_rounds + 1 if is_steady else 0
+        if self._size_bytes < self._wanted_bytes and self._steady_rounds >= self._rounds_needed:
+            self._steady_rounds = 0
+            self._grow(reading, kept_bytes)
+
+    def note_size(self, size_bytes: int) -> None:
+        """That of the range, where it was to have another."""
+        # If it could not grow. What was refused then was refused to memd.
+        self._size_bytes = max(min(self._size_bytes, size_bytes), self._least_bytes)
+        self._refused_count = _Reading.of(self._device).refused_count
+
+    def _grow(self, reading: _Reading, kept_bytes: int) -> None:
+        free_bytes, _ = torch.accelerator.get_memory_info(self._device)
+        room_bytes = free_bytes + reading.reserved_bytes - self._others_bytes - kept_bytes
+        if self._is_chosen and room_bytes >= self._wanted_bytes:
+            self._size_bytes = self._wanted_bytes
+            return
+        more_bytes = min(self._wanted_bytes, room_bytes // 4 * 3) - self._size_bytes
+        if more_bytes < self._size_bytes // 8:  # all copies are made anew
+            return
+        if more_bytes > self._size_bytes // 2:
+            more_bytes //= 2
+        self._size_bytes = min(self._size_bytes + aligned(more_bytes), self._wanted_bytes)
+
+    def _read(self) -> _Reading:
+        reading = _Reading.of(self._device)
+        has_run_out = reading.refused_count > self._refused_count
+        self._refused_count = reading.refused_count  # fewer, if the program has reset the count
+        if has_run_out:
+            if self._size_bytes > self._least_bytes:
+                self._rounds_needed = min(2 * self._rounds_needed, _STEADY_ROUNDS_MAX)
+            self._size_bytes = self._least_bytes
+            self._steady_rounds = self._others_bytes = 0
+            self._is_after_refusal = True
+        return reading
