@@ -38,6 +38,7 @@ from memd_client.optimizer_safetensors import (
     load_optimizer_safetensors,
     save_optimizer_safetensors,
 )
+from memd_client.reduce_hook import reduce_hook
 from memd_client.save_safetensors import save_safetensors
 from memd_client.session import Session
 from memd_client.tile_linears import tile_linears
@@ -72,6 +73,7 @@ __all__ = [
     "load_optimizer_safetensors",
     "load_safetensors",
     "offload",
+    "reduce_hook",
     "save_optimizer_safetensors",
     "save_safetensors",
     "tile_linears",

@@ -25,7 +25,8 @@ from memd_client.session import Session
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+    from datetime import timedelta
 
 
 def connect(
@@ -50,7 +51,9 @@ def connect(
         rank, world_size: default to torch.distributed's, or 0 and 1. Where the environment's
             WORLD_SIZE is above 1 there is a process group, or `world_size=1` says that this process
             works alone. All ranks of the default process group call this together, with the same
-            arguments and one daemon: they are on one node.
+            arguments and one daemon: they are on one node. They wait for each other, here and in
+            every call that they make together, as long as in that group: the `timeout` of
+            `init_process_group`, half an hour by default.
         host_bytes, nvme_bytes: the quotas of a new job: bytes, or a string such as "4GiB". Default:
             half of what is free, or all of it on an `embedded:` daemon.
         durability: when a step reaches the disk. "step", the default of a new job: before it is
@@ -70,48 +73,54 @@ def connect(
         InvalidArgument, NotYet: an argument is not possible, or not yet; or the daemon has another
             protocol version.
     """
-    if not job:
-        raise InvalidArgument("a job needs a name")
-    where = parse_address(address)
-    place = _place(rank, world_size)
-    if place[1] > 1:
-        _refuse_for_ranks(where, shared_memory=shared_memory)
-    ranks = _ranks(*place)
-    ranks.refuse_different(
-        {
-            "job": job,
-            "host_bytes": host_bytes,
-            "nvme_bytes": nvme_bytes,
-            "durability": durability,
-            "fresh": fresh,
-        },
-        "connect",
-    )
-    defer_interrupts()
+    ranks = _ranks(*_place(rank, world_size))
     request = session_pb2.AttachRequest(
         protocol_version=memd_native.PROTOCOL_VERSION,
         job=job,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        host_bytes=0 if host_bytes is None else parse_size(host_bytes, name="host_bytes"),
-        nvme_bytes=0 if nvme_bytes is None else parse_size(nvme_bytes, name="nvme_bytes"),
-        durability=_durability(durability),
         # The first rank attaches before the others: what they find is what it has begun.
         fresh=fresh and ranks.is_first,
         without_shared_memory=not shared_memory,
     )
-    # A private daemon ends with its parent and does not come back.
-    seconds = 0.0 if isinstance(where, EmbeddedAddress) else reattach_seconds()
-    last_words = None
-    if isinstance(where, EmbeddedAddress):
-        private = embedded_daemon(where)
-        where = private.address
-        last_words = private.last_words
+    found: list[UnixAddress | EmbeddedAddress] = []
 
+    def look() -> None:
+        if not job:
+            raise InvalidArgument("a job needs a name")
+        found.append(parse_address(address))
+        if ranks.are_several:
+            _refuse_for_ranks(found[0], shared_memory=shared_memory)
+        if host_bytes is not None:
+            request.host_bytes = parse_size(host_bytes, name="host_bytes")
+        if nvme_bytes is not None:
+            request.nvme_bytes = parse_size(nvme_bytes, name="nvme_bytes")
+        request.durability = _durability(durability)
+
+    arguments = {
+        "job": job,
+        "host_bytes": host_bytes,
+        "nvme_bytes": nvme_bytes,
+        "durability": durability,
+        "fresh": fresh,
+    }
+    try:
+        ranks.refuse_different(arguments, "connect", look=look)
+        return _connected(found[0], request, ranks)
+    except BaseException:
+        ranks.end()
+        raise
+
+
+def _connected(
+    where: UnixAddress | EmbeddedAddress, request: session_pb2.AttachRequest, ranks: Ranks
+) -> Session:
+    """All ranks call it, with what they attach by."""
+    defer_interrupts()
     made: list[Session] = []
 
     def attach() -> session_pb2.AttachResponse:
-        attached, session = _attach(where, job, request, ranks, seconds, last_words)
+        attached, session = _attach(where, request, ranks)
         made.append(session)
         return attached
 
@@ -130,17 +139,22 @@ def connect(
 
 
 def _attach(
-    where: UnixAddress,
-    job: str,
-    request: session_pb2.AttachRequest,
-    ranks: Ranks,
-    seconds: float,
-    last_words: Callable[[], str] | None,
+    where: UnixAddress | EmbeddedAddress, request: session_pb2.AttachRequest, ranks: Ranks
 ) -> tuple[session_pb2.AttachResponse, Session]:
+    # A private daemon ends with its parent and does not come back.
+    seconds = 0.0 if isinstance(where, EmbeddedAddress) else reattach_seconds()
+    last_words = None
+    if isinstance(where, EmbeddedAddress):
+        private = embedded_daemon(where)
+        where = private.address
+        last_words = private.last_words
     connection = AttachConnection(where)
     try:
         control = Control(
-            address=connection.control_address, token=connection.token, last_words=last_words
+            address=connection.control_address,
+            token=connection.token,
+            last_words=last_words,
+            ranks_limit_s=ranks.limit_s,
         )
     except MemdError:  # of the file that MEMD_TOKEN_FILE names
         connection.close()
@@ -158,10 +172,10 @@ def _attach(
     reattach.begin(attached.session_id, plane)
     leases = None
     if plane is not None:
-        leases = Leases(plane, job=job, retrying=reattach, ranks=ranks)
+        leases = Leases(plane, job=request.job, retrying=reattach, ranks=ranks)
     return attached, Session(
         Job(
-            job,
+            request.job,
             attached=attached,
             control=ReattachingControl(control, reattach),
             leases=leases,
@@ -239,7 +253,19 @@ def _ranks(rank: int, world_size: int) -> Ranks:
     if world_size == 1:
         return Ranks()
     warn_of_kept_store()
-    return Ranks(rank, world_size, torch.distributed.new_group(backend="gloo"))
+    limit = _limit()
+    group = torch.distributed.new_group(backend="gloo", timeout=limit)
+    return Ranks(rank, world_size, group, limit_s=limit.total_seconds())
+
+
+def _limit() -> timedelta:
+    """That of the default process group."""
+    group = torch.distributed.group.WORLD
+    assert group is not None  # `_place` has seen it
+    devices = group._device_types
+    device = torch.device("cpu") if torch.device("cpu") in devices else devices[0]
+    found: timedelta = group._get_backend(device).options._timeout
+    return found
 
 
 def _refuse_for_ranks(where: UnixAddress | EmbeddedAddress, *, shared_memory: bool) -> None:

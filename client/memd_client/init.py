@@ -11,7 +11,7 @@ import gc
 import os
 import threading
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,8 @@ from memd_client.base.dynamo import untraced
 from memd_client.base.interrupts import call_user, defer_interrupts
 from memd_client.base.mapped_files import ReadingAhead
 from memd_client.connection.shard import TIERS
-from memd_client.errors import InvalidArgument, NotYet
+from memd_client.core.ranks import failure_text
+from memd_client.errors import InvalidArgument, MemdError
 from memd_client.offload import offload
 from memd_client.parameters.tiles import is_in_memd
 from memd_client.parameters.unnamed import unnamed
@@ -34,11 +35,13 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
+    from memd_client.core.ranks import Ranks
     from memd_client.session import Session
 
 # transformers loads a checkpoint with threads that read ahead as far as they come. This makes it
 # read as it goes.
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
+_LEAVING = "leave init()"
 # Only one context is open in a process.
 _opening = threading.Lock()
 _open: list[_Init] = []
@@ -64,9 +67,12 @@ def init(
     their names. It may be called inside too, with arguments of its own. What has no name ends with
     the session. Modules are built by the thread that enters the context.
 
+    Several ranks enter it together and build the same models. Each has what it builds for itself
+    until the end, as with plain torch; then all have the values of rank 0.
+
     Args:
-        session: it has shared memory. Until the end its job holds the parameters twice: nvme_bytes
-            needs room for that.
+        session: it has shared memory. Until the end its job holds the parameters twice, and with
+            several ranks once more for each: nvme_bytes needs room for that.
         tier: as in `offload`.
         dtype: floating-point parameters and buffers get it at the end, as `module.to(dtype)` would
             convert them.
@@ -74,8 +80,8 @@ def init(
     Raises:
         InvalidArgument: another context is open; an argument is not possible.
         CapacityError: the job can't hold the parameters.
-        MemdError: at the end, as `offload`. The models are as they were built, and `offload` may
-            be called again.
+        MemdError: at the end, as `offload`; or another rank has left by an exception. The models
+            are as they were built, and `offload` may be called again.
     """
     if tier not in TIERS:
         raise InvalidArgument(f'tier is "host" or "nvme": {tier!r}')
@@ -102,11 +108,6 @@ class _Init(AbstractContextManager[None]):
     def __enter__(self) -> None:
         defer_interrupts()
         _ = self._session.leases  # needs shared memory
-        if self._session.transaction.job.ranks.are_several:
-            raise NotYet(
-                "init() with several ranks comes in a later version; build the model, and offload "
-                "it"
-            )
         with _opening:
             if _open:
                 raise InvalidArgument(
@@ -115,7 +116,9 @@ class _Init(AbstractContextManager[None]):
                 )
             _open.append(self)
         try:
-            self._store.drop_left()
+            # Before any rank has built something, which would seem to be held, or left by somebody.
+            self._session.transaction.job.held_names.look()
+            self._ranks.by_one(0, self._store.drop_left, "enter init()")
             self._store.delete_unused()
         except BaseException:
             _open.remove(self)
@@ -134,23 +137,40 @@ class _Init(AbstractContextManager[None]):
         _open.remove(self)
         self._reading_ahead.resume()
         if error is not None:
+            if isinstance(error, Exception):  # others do not hold up an interrupt
+                with suppress(MemdError):
+                    self._ranks.exchange(failure_text(error), _LEAVING)
             if self._store.living():
                 error.add_note(
                     f"job {self._session.job!r}: init() was left by this exception, and the job is "
                     "as it was; what was built so far has no names, and ends with its modules"
                 )
             return
+        self._refuse_broken(self._ranks.exchange("", _LEAVING))
         self._convert()
         roots = self._roots()
         if len(roots) > 1:
             gc.collect()  # some may be waiting for that
             roots = self._roots()
+        self._ranks.refuse_different({"the number of models": len(roots)}, _LEAVING)
         if len(roots) == 1:
             (root,) = roots
             offload(root, self._session, tier=self._tier)
             self._store.note_named(root)
         else:
             self._store.make_room()
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self._session.transaction.job.ranks
+
+    def _refuse_broken(self, failures: list[str]) -> None:
+        for rank, failure in enumerate(failures):
+            if failure:
+                raise MemdError(
+                    f"job {self._session.job!r}: rank {rank} of {len(failures)} has left init() by "
+                    f"an exception, and nothing is offloaded: {failure}"
+                )
 
     def _watch(self) -> None:
         self._hooks = [

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from memd_client.base.file_reads import FileRun
     from memd_client.checkpoints.checkpoint_files import Paths, StoredBytes
     from memd_client.parameters.model_tensors import ModelTensor
     from memd_client.session import Session
@@ -46,10 +47,11 @@ def load_safetensors(
     makes them durable. They are read a tensor at a time, straight into the job's host memory.
 
     It is one transaction: after an error, or if anybody is killed, the job has the old values or,
-    from the moment at which all are in memd, the new ones, and so has the model. No step is
-    counted. Moments and update counts of optimizers stay as they are; `optimizer.reset_state()`
-    forgets them. Gradients stay too. An element of a bfloat16 parameter whose bits do not change
-    keeps its exact value.
+    from the moment at which all are on disk, the new ones, and so has the model. Meanwhile nobody
+    connects to the job, and what other threads put or write goes with a load that breaks off. No
+    step is counted. Moments and update counts of optimizers stay as they are;
+    `optimizer.reset_state()` forgets them. Gradients stay too. An element of a bfloat16 parameter
+    whose bits do not change keeps its exact value.
 
     Args:
         model: offloaded to `session` or not. Its names are those of `state_dict()`; for a tied
@@ -70,11 +72,12 @@ def load_safetensors(
             differ, and the message lists them; a parameter is in use or belongs to another job; a
             tensor of this process cannot be written, or is neither a parameter nor a buffer; a call
             between `step()` and `commit()`. Nothing has changed.
+        NotYet: the daemon is older than this client. Nothing has changed.
         CapacityError: the job's disk quota does not hold the new values beside the old ones, as it
             has to until all are there. Nothing has changed.
-        MemdError: nothing has changed; or the message says that the new values may count and are
-            not all in place. Then the next session of the job puts them there, and no step or
-            commit is made before. So does a KeyboardInterrupt, with a note that says so.
+        MemdError: nothing has changed; or the message says that this session may have some old
+            values and some new ones. Then no step or commit is made in it, and the next one finds
+            all old ones or all new ones. So does a KeyboardInterrupt, with a note that says so.
     """
     defer_interrupts()
     job = session.transaction.job
@@ -83,6 +86,7 @@ def load_safetensors(
         sources, keys = _matched(model_tensors(model), files, strict=strict, convert=convert)
         refuse_copies(model, [source.target for source in sources])
         sources = [part for source in sources for part in source.parts()]
+        files.expect(source.run for source in sources)
         replace_all(
             [source.target for source in sources],
             lambda index, data: sources[index].read(data),
@@ -105,16 +109,21 @@ class _Source:
         for part, first in zip(self.target.parts, self.target.part_firsts, strict=True):
             yield _Source(part, self.stored, first)
 
+    @property
+    def run(self) -> FileRun:
+        """The bytes that `read` reads."""
+        element_bytes = self.stored.tensor.dtype.itemsize
+        count = self.target.size_bytes // self.target.dtype.itemsize
+        return self.stored.run(self.first_element * element_bytes, count * element_bytes)
+
     def read(self, into: torch.Tensor) -> None:
-        """Fills `into`, which has the bytes of the target and maybe one more."""
+        """Fills `into`, which has the bytes of the target."""
         safe_point()
-        wanted, tensor = self.target, self.stored.tensor
-        whole = into[: wanted.size_bytes]
-        into[wanted.size_bytes :].zero_()
-        if tensor.dtype == wanted.dtype:
-            self.stored.read(self.first_element * tensor.dtype.itemsize, whole.numpy().data)
+        tensor = self.stored.tensor
+        if tensor.dtype == self.target.dtype:
+            self.stored.read(self.first_element * tensor.dtype.itemsize, into.numpy().data)
             return
-        elements = whole.view(wanted.dtype)
+        elements = into.view(self.target.dtype)
         count = _PIECE_BYTES // tensor.dtype.itemsize
         piece = torch.empty(min(count, elements.numel()), dtype=tensor.dtype)
         for first in range(0, elements.numel(), count):

@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memd_client.base.dtypes import FROZEN_DTYPES
+from memd_client.base.dynamo import untraced
 from memd_client.base.freed_memory import return_freed_memory
 from memd_client.base.interrupts import defer_interrupts, safe_point
 from memd_client.base.mapped_files import MappedFiles
 from memd_client.base.overlaps import refuse_overlaps
 from memd_client.base.sizes import UPDATE_BYTES, format_size
+from memd_client.base.storage_uses import USES_OF_ONE, storage_uses
 from memd_client.connection.shard import TIERS, Shard, bytes_name, bytes_spec, shard_spec
+from memd_client.core.tied_names import store_tied_names
 from memd_client.device.model_on_device import ModelOnDevice, usable_device
 from memd_client.errors import CapacityError, InvalidArgument, NotYet
 from memd_client.parameters.away import AwayParameter
+from memd_client.parameters.given_memory import is_row_major
 from memd_client.parameters.in_place import InPlaceParameter
 from memd_client.parameters.module_hooks import own_parameters, stream
 from memd_client.parameters.parameter import StreamedParameter
 from memd_client.parameters.placement import Placement
-from memd_client.parameters.residency import Classes, is_row_major
-from memd_client.parameters.storage_uses import USES_OF_ONE, storage_uses
+from memd_client.parameters.residency import Classes
+from memd_client.parameters.shared_unscaling import share_unscaling
 from memd_client.parameters.tiles import Tiling, entries_of, tile_name
 from memd_client.parameters.unnamed import unnamed
 from memd_client.tile_linears import TiledLinear
-from memd_client.transaction.buffers import ModuleBuffers
+from memd_client.transaction.buffers import ModuleBuffers, first_names
 from memd_client.transaction.module_names import plain_name
 from memd_client.updates.targets import owner_of
 from memd_proto.v1 import types_pb2
@@ -38,8 +45,10 @@ from memd_proto.v1 import types_pb2
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from memd_client.base.mapped_files import FileBytes
     from memd_client.core.job import Job
     from memd_client.core.leases import Leases
+    from memd_client.core.rank_gradients import RankGradients
     from memd_client.parameters.unnamed import UnnamedParameters
     from memd_client.session import Session
 
@@ -89,7 +98,10 @@ def offload(
             their use, and their gradients leave during backward; buffers go there for good. `grad`
             of a parameter, and the values in a `state_dict()`, are in host memory.
         device_bytes: as much memory of the device as parameters take there, in bytes or with a
-            unit; None: the least, the largest module with those around it and 25 % more.
+            unit; None: at first the least, the largest module with those around it and 25 % more.
+            It grows after rounds that have needed no more memory than those before, up to three
+            quarters of what they have left. After a torch.OutOfMemoryError it is the least until
+            such rounds: call `zero_grad()` and run the batch again.
         activations: not yet.
         strict: if the job held parameters before this session, it must have those of `module`, and
             by the first step modules and optimizers of this session must have claimed all that it
@@ -129,13 +141,19 @@ def offload(
     job.held_names.look()
     ranks.refuse_different(_described(module), "offload")
     ranks.in_order(lambda: _offload(module, session, tier=tier, strict=strict), "offload")
-    module.register_forward_pre_hook(_refuse_wrapped)
+    share_unscaling()
+    # Weakly: a copy of the module is no copy of the session.
+    module.register_forward_pre_hook(partial(_begin_forward, ref(job.rank_gradients)))
     return module
 
 
-def _refuse_wrapped(module: nn.Module, args: object) -> None:
+@untraced
+def _begin_forward(gradients: ref[RankGradients], module: nn.Module, args: object) -> None:
     """Before a forward of a module that several ranks train."""
     del args
+    held = gradients()
+    if held is not None and torch.is_grad_enabled():
+        held.note_forward()
     wrapper: object = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if wrapper is not None:
         raise InvalidArgument(
@@ -215,14 +233,24 @@ def _offload(
         for name, answer in zip(stored_names, declared, strict=True)
         if not answer.written or first.is_unfinished(name)
     }
-    with first.storing([*new_names, *buffers.new_names]):
-        files = MappedFiles()
-        for piece, name, shard in zip(pieces, stored_names, shards, strict=True):
-            if name in new_names:
-                safe_point()
-                piece.store(leases, shard, built, files)
-                job.mark_written()
+    new = [
+        (piece, shard)
+        for piece, name, shard in zip(pieces, stored_names, shards, strict=True)
+        if name in new_names
+    ]
+    with first.storing([*new_names, *buffers.new_names]), closing(MappedFiles()) as files:
+        files.expect(
+            (source, shard.size_bytes)
+            for piece, shard in new
+            if (source := piece.in_file(built, files)) is not None
+        )
+        for piece, shard in new:
+            safe_point()
+            piece.store(leases, shard, built, files)
+            job.mark_written()
         stored = buffers.exchange(job)
+        if job.ranks.is_first:
+            store_tied_names(job.store, first_names(module))
         job.sync_if_needed()
     if new_names or buffers.new_names:
         job.sync()  # on disk too they count from here on
@@ -438,12 +466,8 @@ class _Piece:
         self, leases: Leases, shard: Shard, built: UnnamedParameters, files: MappedFiles
     ) -> None:
         """Copies the value into `shard`."""
-        value = built.value(self.parameter)
-        if self.rows is not None:
-            value = value[self.rows[0] : self.rows[1]]
-        record = unnamed(self.parameter)
-        is_here = record is None or not record.is_away
-        source = files.find(value) if is_here and value.numel() else None
+        value = self._value(built)
+        source = self.in_file(built, files)
         if source is None:
             leases.write(shard, value)
             return
@@ -453,6 +477,18 @@ class _Piece:
                 into.copy_(value.view(-1).view(torch.uint8))
 
         leases.fill(shard, fill)
+
+    def in_file(self, built: UnnamedParameters, files: MappedFiles) -> FileBytes | None:
+        """The bytes of the value, if a mapped file has them."""
+        record = unnamed(self.parameter)
+        if record is not None and record.is_away:
+            return None
+        value = self._value(built)
+        return files.find(value) if value.numel() else None
+
+    def _value(self, built: UnnamedParameters) -> torch.Tensor:
+        value = built.value(self.parameter)
+        return value if self.rows is None else value[self.rows[0] : self.rows[1]]
 
     def parameter_of_its_own(self) -> nn.Parameter:
         """The parameter that gets a shard."""

@@ -19,6 +19,7 @@ from memd_client.core.backward import is_in_backward
 from memd_client.core.ranks import Ranks
 from memd_client.device.device_leases import refuse_early
 from memd_client.errors import InvalidArgument, NotYet
+from memd_client.parameters import changes_of_ranks
 from memd_client.parameters.early import EarlyUpdates
 from memd_client.parameters.module_hooks import end_interrupted_calls
 from memd_client.parameters.parameter import StreamedParameter
@@ -28,6 +29,8 @@ from memd_client.transaction.module_names import without_wrappers
 from memd_client.transaction.shown_states import begin_shown, listing, refuse_changed, show
 from memd_client.updates.clipping import clip_gradients
 from memd_client.updates.loaded_states import refuse_state, replace_states, state_of
+from memd_client.updates.resident_ranks import refuse_apart
+from memd_client.updates.resident_target import ResidentTarget
 from memd_client.updates.streamed_target import StreamedTarget, TiledTarget
 from memd_client.updates.targets import Part, Target, decide_maximum, needs_name, own, owner_of
 from memd_proto.v1 import session_pb2
@@ -83,6 +86,10 @@ class Adam(torch.optim.Optimizer):
     `step()` reads `p.grad`, which stays until `zero_grad()`, and puts the new values in place. If
     the job already has parameters of these names, the stored values win. They have the names of
     `named_parameters()` if the optimizer was given these, and their positions otherwise.
+
+    With several ranks, parameters that stay in the processes are those of a model in
+    DistributedDataParallel, and memd has their state once, not once a rank (ZeRO-1). All ranks call
+    `step()`, with the same gradients and values.
 
     Args:
         params: parameters, (name, parameter) pairs or groups, as for torch.
@@ -230,12 +237,15 @@ class Adam(torch.optim.Optimizer):
         to clip gradients in every mixed precision, with a GradScaler or without.
         """
         self._refuse_in_backward("a GradScaler")
+        caller = sys._getframe(1)
+        if caller.f_code is not _SCALER_STEP:
+            return False
         if self._ranks.are_several:
-            raise NotYet(
-                "a GradScaler with several ranks comes in a later version; train in bfloat16, "
-                "which needs none"
-            )
-        return sys._getframe(1).f_code is _SCALER_STEP
+            # A rank that has made no gradient checks those of the others too.
+            self._complete_gradients("GradScaler.step()")
+            scale = caller.f_locals["self"].get_scale()
+            self._ranks.refuse_different({"the scale": scale}, "step under a GradScaler")
+        return True
 
     def shard_name(self, parameter: torch.Tensor) -> str:
         """The name under which memd has a parameter of this optimizer."""
@@ -286,7 +296,9 @@ class Adam(torch.optim.Optimizer):
                 if float(getattr(self, "found_inf", None) or 0.0):
                     self._only_transaction().skip()
                 else:
-                    self._step(getattr(self, "grad_scale", None))
+                    scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+                    # Gradients are in host memory, wherever the scaler is.
+                    self._step(scale.cpu() if scale is not None else None)
         except BaseException:
             # A GradScaler deletes it after a step, and multiplies by one that is left over.
             vars(self).pop("grad_scale", None)
@@ -327,18 +339,23 @@ class Adam(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: `error_if_nonfinite` and the norm is not finite.
-            InvalidArgument: the optimizer was made with `step_in_backward=True`.
+            InvalidArgument: the optimizer was made with `step_in_backward=True`; or ranks have
+                other gradients or arguments.
+            MemdError: another rank could not. If it has failed while they scaled gradients, those
+                are void on all ranks, until each calls `zero_grad()`.
         """
         self._refuse_in_backward("clip_grad_norm_()")
         # As a decorator it would be torch that an interrupt ends, between two changes of the mode.
         with torch.no_grad():
+            if self._transaction is None:  # no parameter has come yet
+                return torch.tensor(0.0)
             self._complete_gradients("clip_grad_norm_()")
             return clip_gradients(
                 [target for target in self._in_order() if target.has_gradient],
                 max_norm,
                 norm_type,
                 error_if_nonfinite=error_if_nonfinite,
-                ranks=self._ranks,
+                job=self._transaction.job,
             )
 
     @untraced
@@ -347,7 +364,9 @@ class Adam(torch.optim.Optimizer):
         updated has `step`, `exp_avg` and `exp_avg_sq`, with amsgrad `max_exp_avg_sq` too, and
         before the first step each one that requires a gradient. The moments are float32 and of this
         moment; their bytes are read when they are used, or before they change: see
-        `moments.MomentTensor`.
+        `moments.MomentTensor`. The format has no fp32 values of bfloat16 parameters: training that
+        loads it goes on from the bfloat16 values. `save_optimizer_safetensors` and
+        `checkpoint.Writer` save them.
         """
         with listing(self, self._states()):
             state: dict[str, Any] = without_compiler(super().state_dict)
@@ -360,7 +379,7 @@ class Adam(torch.optim.Optimizer):
         come from `state_dict()` of this optimizer and were neither used nor outdated are not moved.
 
         It is one transaction: after an error, or if anybody is killed, every parameter has the old
-        moments or, from the moment at which all are in memd, the new ones. No step is counted. At
+        moments or, from the moment at which all are on disk, the new ones. No step is counted. At
         most the moments of one parameter are copied into this process; those of a file that
         `torch.load(mmap=True)` has opened are read where they are used.
 
@@ -368,11 +387,12 @@ class Adam(torch.optim.Optimizer):
             InvalidArgument: the states have other shapes, or are another optimizer's, or of amsgrad
                 where the daemon is too old for it; or the job has other sessions. Nothing has
                 changed.
+            NotYet: the daemon is older than this client. Nothing has changed.
             CapacityError: the job's disk quota does not hold the new moments beside the old ones,
                 as it has to until all are there, or the maxima of amsgrad. Nothing has changed.
-            MemdError: nothing has changed; or the message says that the new moments may count and
-                are not all in place. Then the next session of the job puts them there, and no step
-                or commit is made before.
+            MemdError: nothing has changed; or the message says that this session may have some old
+                moments and some new ones. Then no step or commit is made in it, and the next one
+                finds all old ones or all new ones.
         """
         before = self._optimizer_load_state_dict_pre_hooks
         after = self._optimizer_load_state_dict_post_hooks
@@ -475,11 +495,15 @@ class Adam(torch.optim.Optimizer):
     def _drop_gradients(self) -> None:
         dropped: list[Shard] = []
         self._targets.forget_assigned()
+        job = self._transaction.job if self._transaction is not None else None
+        if job is not None and job.rank_gradients.has_failed:
+            changes_of_ranks.drop_all(job)
+            return
         try:
             dropped.extend(part.shard for part in self._targets.parts() if part.drop_gradient())
         finally:
-            if dropped:
-                self._only_transaction().job.drop_gradients(dropped)
+            if job is not None and (dropped or job.rank_gradients.is_drop_unanswered):
+                job.drop_gradients(dropped)
 
     def _warn_of_taken_gradients(self, updated: list[Part]) -> None:
         """`updated` have gradients. With torch's optimizers, those of the last step would be there
@@ -527,6 +551,7 @@ class Adam(torch.optim.Optimizer):
                 updated += stored
         self._warn_of_taken_gradients(updated)
         if not updated:
+            self._refuse_apart(updated, lambda: None)  # other ranks may have gradients
             return
         transaction = self._only_transaction()
         refuse_changed(self)
@@ -534,7 +559,9 @@ class Adam(torch.optim.Optimizer):
         end_interrupted_calls()
         self._look_again()
 
-        def prepare() -> None:
+        ranks = self._ranks
+
+        def look() -> None:
             for targets, amsgrad in decisions:
                 decide_maximum(targets, amsgrad=amsgrad, job=transaction.job)
             # Their leases would settle the step before, so not ahead of the transaction.
@@ -542,7 +569,15 @@ class Adam(torch.optim.Optimizer):
                 if isinstance(target, StreamedTarget):
                     target.put_zeros()
                     target.follow_assigned()
-                if scale is not None:
+
+        def prepare() -> None:
+            self._refuse_apart(updated, look)
+            if scale is None:
+                return
+            for at, target in enumerate(updated):
+                # Ranks share the work, but each has its own `p.grad` of what is not offloaded. The
+                # step is made when all have done theirs.
+                if at % ranks.world_size == ranks.rank or not isinstance(target, StreamedTarget):
                     target.unscale(scale)
 
         transaction.step(
@@ -579,6 +614,15 @@ class Adam(torch.optim.Optimizer):
             target.refuse_changed_assigned()
         return target.parts
 
+    def _refuse_apart(self, updated: Sequence[Part], look: Callable[[], None]) -> None:
+        """Before a step over `updated`, on all ranks: calls `look`, and compares what stays in
+        their processes."""
+        if any(isinstance(part, ResidentTarget) for part in self._targets.parts()):
+            found = [target for target in updated if isinstance(target, ResidentTarget)]
+            refuse_apart(found, self._only_transaction().job, look=look)
+        else:
+            look()
+
     @property
     def _ranks(self) -> Ranks:
         return Ranks() if self._transaction is None else self._transaction.job.ranks
@@ -588,9 +632,10 @@ class Adam(torch.optim.Optimizer):
         if self._transaction is None:
             return
         job = self._transaction.job
-        has_gradients = any(part.has_gradient for part in self._targets.parts())
-        # Asked for again, the outcome of the last step comes first.
-        if has_gradients or not job.steps.may_be_repeated:
+        # Asked for again, the outcome of the last step comes first: other ranks have gone on.
+        if not job.steps.would_repeat(
+            [part for part in self._targets.parts() if part.has_gradient]
+        ):
             job.rank_gradients.complete(what)
 
     def _look_again(self) -> None:

@@ -18,25 +18,34 @@ from memd_client.base.freed_memory import passing_bytes
 from memd_client.base.interrupts import defer_interrupts, safe_point
 from memd_client.checkpoints.checkpoint_files import CheckpointFiles, listed, os_errors
 from memd_client.checkpoints.safetensors_header import encode_header
+from memd_client.checkpoints.snapshot_tensor import master_beside
 from memd_client.checkpoints.torch_archive import Passing
 from memd_client.checkpoints.whole_file import WholeFile, sync_folder
-from memd_client.connection.shard import MAXIMUM, MOMENTS
+from memd_client.connection.shard import MASTER, MAXIMUM, MOMENTS
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.parameters.loaded_places import replace_all
 from memd_client.parameters.parameter import streamed
 from memd_client.parameters.tiles import entries_of, tiling_of
 from memd_client.transaction.adam_settings import refuse_older_daemon
-from memd_client.transaction.loaded_moments import LoadedMoments, update_count_of
+from memd_client.transaction.loaded_moments import (
+    FittingMaster,
+    LoadedMoments,
+    moment_reads,
+    update_count_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from memd_client.base.file_reads import FileRun
     from memd_client.checkpoints.checkpoint_files import Paths, StoredBytes
     from memd_client.connection.shard import Shard
+    from memd_client.core.leases import Leases
     from memd_client.optimizer import Adam
+    from memd_client.transaction.loaded_moments import MomentBytes
     from memd_client.transaction.transaction import Transaction
 
-_STEP, _MASTER = "step", "master"
+_STEP = "step"
 _NEEDED = (_STEP, *(name for name in MOMENTS if name != MAXIMUM))
 _METADATA = {"format": "pt"}
 
@@ -47,8 +56,9 @@ def load_optimizer_safetensors(
 ) -> None:
     """Replaces the moments of memd's `optimizer`, and its numbers of updates, by those of
     safetensors files: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step` and, with amsgrad,
-    `NAME.max_exp_avg_sq`, where NAME is a parameter's in its model. `memd snapshot export` writes
-    these as `optimizer.safetensors`. Settings of groups stay.
+    `NAME.max_exp_avg_sq`, where NAME is a parameter's in its model. `NAME.master` has the fp32
+    values of a bfloat16 parameter, from which its training goes on: load the weights before.
+    `memd snapshot export` writes these as `optimizer.safetensors`. Settings of groups stay.
 
     It is one transaction, as `optimizer.load_state_dict()`: all of it or nothing, durable when it
     returns. The moments of one parameter are in this process at a time.
@@ -57,15 +67,15 @@ def load_optimizer_safetensors(
         paths: a file, an index such as `optimizer.safetensors.index.json`, or a list of files.
         strict: the files have a state of exactly the optimizer's parameters. False: others are left
             out, on either side.
-        masters: False leaves out fp32 values of bfloat16 parameters, which this version cannot
-            load: training goes on from the bfloat16 values.
+        masters: False leaves out fp32 values: training goes on from the bfloat16 values.
 
     Raises:
         InvalidArgument: a file is missing, truncated, damaged or hostile; names, shapes or dtypes
-            differ, and the message lists them; maxima without `amsgrad`, or the other way round; a
-            parameter that is not in memd; other sessions have the job; a call between `step()` and
-            `commit()`. Nothing has changed.
-        NotYet: the files have fp32 values of bfloat16 parameters. Nothing has changed.
+            differ, and the message lists them; maxima without `amsgrad`, or the other way round;
+            fp32 values of other bfloat16 values than a parameter has; a parameter that is not in
+            memd; other sessions have the job; a call between `step()` and `commit()`. Nothing has
+            changed.
+        NotYet: the daemon is older than fp32 values in files. Nothing has changed.
         CapacityError: the job's disk quota does not hold the new moments beside the old ones.
             Nothing has changed.
         MemdError: as of `load_state_dict()`.
@@ -75,21 +85,27 @@ def load_optimizer_safetensors(
     transaction = _transaction(parameters)
     transaction.job.settle_for("load_optimizer_safetensors()")
     with CheckpointFiles(paths) as files:
-        states = _states(files)
-        if masters and any(_MASTER in found for found in states.values()):
-            raise NotYet(
-                f"{files} has fp32 values of bfloat16 parameters, from which their training would "
-                "go on, and this version cannot load them; pass masters=False to go on from the "
-                "bfloat16 values"
-            )
+        states = _states(files, masters=masters)
         _refuse_others(parameters, states, files, strict=strict)
+        leases = transaction.job.store.leases
+        assert leases is not None  # of a job that trains
         loaded = [
-            _loaded(each.shard, states[each.shard.name])
+            _loaded(each.shard, states[each.shard.name], leases)
             for each in parameters
             if each.shard.name in states
         ]
         if any(each.has_maximum for each in loaded):
             refuse_older_daemon("amsgrad", transaction.job)
+        if any(each.has_master for each in loaded) and not transaction.job.store.can_take_masters:
+            raise NotYet(
+                f"job {transaction.job.name!r}: the daemon is older than this client and takes no "
+                f"fp32 values of bfloat16 parameters, which {files} has; update it, or pass "
+                "masters=False to go on from the bfloat16 values"
+            )
+        files.expect(
+            _FileMoment(states[each.shard.name][name]).run(first, count)
+            for each, name, first, count in moment_reads(loaded)
+        )
         replace_all(
             [],
             _nothing,
@@ -105,25 +121,35 @@ def save_optimizer_safetensors(
     path: str | os.PathLike[str],
     *,
     metadata: Mapping[str, str] | None = None,
+    masters: bool = True,
 ) -> None:
-    """Writes the moments of memd's `optimizer`, and its numbers of updates, to one safetensors
-    file, as `load_optimizer_safetensors` takes them. They are read from memd a parameter at a time.
-    Parameters without an update have none. Others see the old file or the new one, whole.
+    """Writes the moments of memd's `optimizer`, its numbers of updates, and the fp32 values of
+    bfloat16 parameters to one safetensors file, as `load_optimizer_safetensors` takes them. With
+    the weights of the same step, training goes on from it with the same bits. They are read from
+    memd a parameter at a time. Parameters without an update have none. Others see the old file or
+    the new one, whole.
 
     Args:
         path: its folder exists.
         metadata: strings for the header; {"format": "pt"} unless given.
+        masters: False leaves out fp32 values: training from the file goes on from the bfloat16
+            values.
 
     Raises:
         InvalidArgument: the path cannot be written; a name that such files do not have; a parameter
-            that is not in memd; a call between `step()` and `commit()`.
+            that is not in memd; a call between `step()` and `commit()`, or, with fp32 values,
+            within `gather(write=True)`.
+        NotYet: the daemon is older than fp32 values in files.
         CapacityError: the disk is full; the message has the bytes needed.
         DeviceError: a write failed. After any error what was there before is as it was.
     """
     defer_interrupts()
     parameters = _parameters(optimizer)
-    _transaction(parameters).job.settle_for("save_optimizer_safetensors()")
-    tensors = dict(_named_states(optimizer, parameters))
+    job = _transaction(parameters).job
+    job.settle_for("save_optimizer_safetensors()")
+    if masters and not job.store.can_give_masters:
+        _refuse_masters(parameters, job.name)
+    tensors = dict(_named_states(optimizer, parameters, masters=masters))
     place = Path(os.path.realpath(path))
     prefix, header = encode_header(
         ((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()),
@@ -132,7 +158,7 @@ def save_optimizer_safetensors(
     with passing_bytes() as passing, ExitStack() as opened, os_errors(place):
         file = opened.enter_context(WholeFile(place, header.file_bytes))
         file.write(prefix)
-        held = Passing("save_optimizer_safetensors()")
+        held = Passing("save_optimizer_safetensors()", with_masters=masters)
         for stored in header.tensors:
             safe_point()
             value = held.ordinary(tensors[stored.name]).contiguous().view(-1)
@@ -180,12 +206,14 @@ def _transaction(parameters: Sequence[_Parameter]) -> Transaction:
     return transactions[0]
 
 
-def _states(files: CheckpointFiles) -> dict[str, dict[str, StoredBytes]]:
+def _states(files: CheckpointFiles, *, masters: bool) -> dict[str, dict[str, StoredBytes]]:
     """By the names of parameters, and by their own."""
     states: dict[str, dict[str, StoredBytes]] = {}
     for name, stored in files.tensors.items():
         parameter, _, each = name.rpartition(".")
-        states.setdefault(parameter, {})[each] = stored
+        state = states.setdefault(parameter, {})
+        if masters or each != MASTER:
+            state[each] = stored
     return states
 
 
@@ -220,9 +248,14 @@ def _differences(parameter: _Parameter, state: Mapping[str, StoredBytes]) -> Ite
     lacking = [each for each in _NEEDED if each not in state]
     if lacking:
         yield f"{name!r} has no {' and no '.join(lacking)} there"
-    for each in sorted(state.keys() - {*_NEEDED, MAXIMUM, _MASTER}):
+    for each in sorted(state.keys() - {*_NEEDED, MAXIMUM, MASTER}):
         yield f"{f'{name}.{each}'!r} is nothing that Adam has"
-    for each in MOMENTS:
+    if MASTER in state and parameter.shard.dtype != torch.bfloat16:
+        yield (
+            f"{f'{name}.{MASTER}'!r} has the fp32 values of a bfloat16 parameter, and that of the "
+            "job is float32; pass masters=False to leave them out"
+        )
+    for each in (*MOMENTS, MASTER):
         if each not in state:
             continue
         tensor = state[each].tensor
@@ -238,22 +271,27 @@ def _differences(parameter: _Parameter, state: Mapping[str, StoredBytes]) -> Ite
         yield f"{name!r} {has} maximum there, and its group has amsgrad={parameter.amsgrad}"
 
 
-def _loaded(shard: Shard, state: Mapping[str, StoredBytes]) -> LoadedMoments:
+def _loaded(shard: Shard, state: Mapping[str, StoredBytes], leases: Leases) -> LoadedMoments:
     step = _tensor(state[_STEP])
-    moments = {name: each for name, each in state.items() if name in MOMENTS}
     return LoadedMoments(
         shard=shard,
         update_count=update_count_of(step.view(()), name=shard.name),
         has_maximum=MAXIMUM in state,
-        read=partial(_in_files, moments),
+        has_master=MASTER in state,
+        read=partial(_in_files, state, shard, leases),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _FileMoment:
-    """A moment in float32 in a file. `MomentBytes`."""
+    """A moment, or fp32 values, in a file. `MomentBytes`."""
 
     stored: StoredBytes
+
+    def run(self, element_first: int, element_count: int) -> FileRun:
+        """The bytes that a read of so many elements reads."""
+        size = self.stored.tensor.dtype.itemsize
+        return self.stored.run(element_first * size, element_count * size)
 
     def read(self, element_first: int, into: torch.Tensor) -> None:
         """As of `MomentBytes`."""
@@ -261,8 +299,14 @@ class _FileMoment:
         self.stored.read(begin, into.view(torch.uint8).numpy().data)
 
 
-def _in_files(moments: Mapping[str, StoredBytes]) -> dict[str, _FileMoment]:
-    return {name: _FileMoment(each) for name, each in moments.items()}
+def _in_files(
+    state: Mapping[str, StoredBytes], shard: Shard, leases: Leases
+) -> dict[str, MomentBytes]:
+    found: dict[str, MomentBytes] = {name: _FileMoment(each) for name, each in state.items()}
+    if MASTER in found:
+        advice = "load the weights that belong to them first, or pass masters=False"
+        found[MASTER] = FittingMaster(found[MASTER], shard, leases, advice=advice)
+    return found
 
 
 def _tensor(stored: StoredBytes) -> torch.Tensor:
@@ -273,7 +317,7 @@ def _tensor(stored: StoredBytes) -> torch.Tensor:
 
 
 def _named_states(
-    optimizer: Adam, parameters: Sequence[_Parameter]
+    optimizer: Adam, parameters: Sequence[_Parameter], *, masters: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Without their bytes, but the number of updates."""
     states = optimizer.state_dict()["state"]
@@ -281,6 +325,19 @@ def _named_states(
         for name, value in states.get(index, {}).items():
             tensor = torch.as_tensor(int(value)) if name == _STEP else value
             yield f"{each.shard.name}.{name}", tensor
+            if masters and (master := master_beside(tensor)) is not None:
+                yield f"{each.shard.name}.{MASTER}", master
+
+
+def _refuse_masters(parameters: Sequence[_Parameter], job: str) -> None:
+    """If the daemon gives none."""
+    for each in parameters:
+        if each.shard.dtype == torch.bfloat16:
+            raise NotYet(
+                f"job {job!r}: the daemon is older than this client and gives no fp32 values of "
+                f"bfloat16 parameters, such as {each.shard.name!r}; update it, or pass "
+                "masters=False, and training from the file goes on from the bfloat16 values"
+            )
 
 
 def _nothing(index: int, into: torch.Tensor) -> None:

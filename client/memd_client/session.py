@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 from memd_client.base.dynamo import untraced
@@ -13,7 +14,7 @@ from memd_client.tracked import Tracked
 from memd_client.transaction.transaction import Participants, Transaction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from types import TracebackType
 
     import torch
@@ -213,6 +214,10 @@ class Session:
         optimized was made. Random numbers continue where they were, so draw none before the loop
         begins.
 
+        Each of several ranks gets what it has tracked itself. A rank that did not make that commit
+        gets the state of schedulers, scalers and modules, and of what all its
+        ranks had tracked alike; of the rest it keeps what it has, and a warning names that.
+
         Raises:
             InvalidArgument: other objects, optimizers or groups than in that commit, all named; a
                 second call; a call after a step. Nothing has changed.
@@ -244,6 +249,32 @@ class Session:
                 list` shows it.
         """
         return self._transaction.snapshot(name)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, several ranks accumulate gradients, each by itself, as in `no_sync()` of
+        DistributedDataParallel. The first backward outside adds its own to them, and the sums of
+        all ranks are averaged. Each forward belongs into the block with its backward.
+
+            for micro_batch in micro_batches[:-1]:
+                with session.no_sync():
+                    model(micro_batch).backward()
+            model(micro_batches[-1]).backward()
+            optimizer.step()
+
+        A rank's sums count against the job's quotas, as gradients do. All ranks accumulate the same
+        number of backwards before each step. With one rank every backward accumulates, here and
+        elsewhere. A model in DistributedDataParallel, which stays in the processes, has a
+        `no_sync()` of its own.
+
+        Raises:
+            InvalidArgument: it is entered in backward. In a backward: its forward ran outside. At
+                the end of the backward that averages, on all ranks: another rank has accumulated
+                another number of them; drop all gradients then.
+            CapacityError: in a backward: the job's quotas do not hold the sums.
+        """
+        with self._job.rank_gradients.no_sync():
+            yield
 
     @property
     def committed_step(self) -> int:

@@ -13,10 +13,12 @@ import random
 import re
 import struct
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Sampler
 
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from memd_client.core.job import Job
-    from memd_client.core.ranks import Ranks
     from memd_client.transaction.transaction import Staging, Transaction, UpdatedOptimizer
 
 _PREFIX = "memd.tracked."
@@ -44,6 +45,8 @@ _SIZE_MIN = 4096
 # Keys of an optimizer's group that are not settings.
 _NOT_SETTINGS = frozenset(("params", "param_names"))
 _RNG = "rng"
+# Ranks that were there at a commit have the same state of these, and another rank takes it.
+_OF_ALL_RANKS = (LRScheduler, torch.amp.GradScaler, torch.optim.Optimizer, nn.Module)
 # The number of parameters, and a digest of their names.
 _PARAMETERS = re.compile(r"[0-9]{1,18} [0-9a-f]{32}")
 
@@ -99,12 +102,18 @@ class Tracked:
     def load(self, number: int, transaction: Transaction) -> Callable[[], None]:
         """Raises InvalidArgument if other objects, optimizers or generators are tracked now than
         when commit `number` was made."""
-        newest, data = _last_stored(transaction.job)
+        job, optimizers = transaction.job, transaction.optimizers
+        newest, data = _last_stored(job)
         if newest == number:
             stored = checked(decode(data))
-            optimizers = transaction.optimizers
-            self._refuse_others(stored, optimizers, number=number, job=transaction.job.name)
+            self._refuse_others(stored, optimizers, number=number, job=job.name)
+            self._warn_of_other_count(_stored_by_ranks(job, number), number=number, job=job)
             return lambda: self._restore(stored, optimizers)
+        if self and job.ranks.are_several and (of_ranks := _stored_by_ranks(job, number)):
+            self._refuse_others(of_ranks[0], optimizers, number=number, job=job.name)
+            shared = self._shared_by(of_ranks)
+            self._warn_of_own(shared, rank_count=len(of_ranks), number=number, job=job)
+            return lambda: self._restore(shared, optimizers)
         if self:
             raise InvalidArgument(
                 f"job {transaction.job.name!r}: commit {number} stored no tracked objects"
@@ -113,6 +122,49 @@ class Tracked:
                 "connect with fresh=True"
             )
         return lambda: None
+
+    def _shared_by(self, of_ranks: Sequence[Any]) -> Any:
+        """For a rank that was not there at a commit: of the data that each rank has stored, what is
+        all ranks'. Where one was alone, only the kind of an object says whether it is."""
+        first, *others = of_ranks
+        objects = {
+            name: value
+            for name, value in first["objects"].items()
+            if all(_is_same(value, other["objects"].get(name)) for other in others)
+            and (others or isinstance(self._objects[name], _OF_ALL_RANKS))
+        }
+        return {**first, "objects": objects, "rng": None}
+
+    def _warn_of_other_count(self, of_ranks: Sequence[Any], *, number: int, job: Job) -> None:
+        """For a rank that was there at a commit, which other numbers of ranks may go on from."""
+        ranks = job.ranks
+        if len(of_ranks) == ranks.world_size:
+            return
+        shared = self._shared_by(of_ranks)["objects"]
+        own = sorted(map(repr, self._objects.keys() - shared.keys()))
+        if own:
+            made_by = "1 rank has" if len(of_ranks) == 1 else f"{len(of_ranks)} ranks have"
+            warnings.warn(
+                f"job {job.name!r}: {made_by} made commit {number}, and {ranks.world_size} go on: "
+                f"rank {ranks.rank} restores {', '.join(own)} as one of {len(of_ranks)}; set "
+                "samplers to where the job is, since each rank has another part of the data now",
+                stacklevel=2,
+            )
+
+    def _warn_of_own(self, shared: Any, *, rank_count: int, number: int, job: Job) -> None:
+        own = sorted(map(repr, self._objects.keys() - shared["objects"].keys()))
+        if self._rng:
+            own.append("random number generators")
+        if own:
+            ranks = job.ranks
+            made_by = "1 rank has" if rank_count == 1 else f"{rank_count} ranks have"
+            warnings.warn(
+                f"job {job.name!r}: {made_by} made commit {number}, so rank {ranks.rank} of "
+                f"{ranks.world_size} has no state there of {', '.join(own)}, and goes on with what "
+                "this process has: before resume(), seed generators by rank, and set samplers to "
+                "where the job is",
+                stacklevel=2,
+            )
 
     def holds(self, number: int, transaction: Transaction) -> bool:
         return _last_stored(transaction.job)[0] == number
@@ -136,7 +188,7 @@ class Tracked:
     def _stage(self, data: bytes, job: Job) -> StagedBuffer:
         """Writes it under a staging name."""
         size = size_class(len(data))
-        name = f"{_prefix_of(job.ranks)}{size}"
+        name = f"{_prefix_of(job.ranks.rank)}{size}"
         if name not in self._shards:
             declared = job.declare([_spec(name, size), _spec(name + _STAGED, size)])
             self._shards.update((shard.spec.name, Shard.of(shard)) for shard in declared)
@@ -150,13 +202,15 @@ class Tracked:
         """Objects first, then the groups of optimizers, whose settings a scheduler may change when
         it loads, and random number generators last.
         """
-        for name, value in self._objects.items():
+        stored = data["objects"].keys()
+        loaded = {name: value for name, value in self._objects.items() if name in stored}
+        for name, value in loaded.items():
             try:
                 value.load_state_dict(data["objects"][name])
             except Exception as error:
                 error.add_note(f"while resume() restored the tracked object {name!r}")
                 raise
-        for value in self._objects.values():
+        for value in loaded.values():
             # Some restore themselves only when they are next used, and draw random numbers then: a
             # StatefulDataLoader makes its iterator. Asking for its state makes it do so now.
             value.state_dict()
@@ -208,25 +262,44 @@ def size_class(size: int) -> int:
 
 
 def _last_stored(job: Job) -> tuple[int, memoryview]:
-    """Number and data of the last commit that stored tracked objects; 0 if there is none."""
-    found = (0, memoryview(b""))
+    """Number and data of the last commit that stored tracked objects of this rank; 0 if there is
+    none."""
     if not job.has_shared_memory:
-        return found
-    for shard in stored_shards(job.shards.list_all(), job.ranks):
+        return 0, memoryview(b"")
+    return _last_of_rank(job, job.shards.list_all(), job.ranks.rank)
+
+
+def _stored_by_ranks(job: Job, number: int) -> list[Any]:
+    """The data of each rank that has stored some with commit `number`."""
+    shards = list(job.shards.list_all())
+    found: list[Any] = []
+    # A commit has those of all ranks there were, from the first one on.
+    while (last := _last_of_rank(job, shards, len(found)))[0] == number:
+        found.append(checked(decode(last[1])))
+    return found
+
+
+def _last_of_rank(job: Job, shards: Iterable[types_pb2.Shard], rank: int) -> tuple[int, memoryview]:
+    found = (0, memoryview(b""))
+    for shard in stored_shards(shards, rank):
         number, data = read_stored(job.leases.read(shard))
         if number > found[0]:
             found = number, data
     return found
 
 
-def _prefix_of(ranks: Ranks | None) -> str:
+def _is_same(one: Any, other: Any) -> bool:
+    return plain.encode(one, what="") == plain.encode(other, what="")
+
+
+def _prefix_of(rank: int) -> str:
     """Each rank has tracked objects of its own: its sampler and generators are not another's."""
-    return _PREFIX if ranks is None or ranks.is_first else f"{_PREFIX}rank{ranks.rank}."
+    return _PREFIX if not rank else f"{_PREFIX}rank{rank}."
 
 
-def stored_shards(shards: Iterable[types_pb2.Shard], ranks: Ranks | None = None) -> list[Shard]:
+def stored_shards(shards: Iterable[types_pb2.Shard], rank: int = 0) -> list[Shard]:
     """The shards among `shards` that may contain tracked objects of this rank."""
-    prefix = _prefix_of(ranks)
+    prefix = _prefix_of(rank)
     return [
         Shard.of(shard)
         for shard in shards

@@ -169,9 +169,10 @@ def test_a_quota_without_room_for_maxima_that_are_loaded_changes_nothing(daemon:
     reference = build()
     twin = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
     element_count = sum(p.numel() for p in reference.parameters())
-    # Twice 12 bytes an element and 12 that are loaded; maxima would take 8 more.
+    # Twice 12 bytes an element, the tiles that a load replaces and the moments on their way take
+    # 56; maxima would take 14 more.
     with memd_client.connect(
-        daemon.address, job="narrow", host_bytes="32MiB", nvme_bytes=40 * element_count
+        daemon.address, job="narrow", host_bytes="32MiB", nvme_bytes=60 * element_count
     ) as session:
         model = memd_client.offload(build(), session)
         optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
@@ -182,7 +183,7 @@ def test_a_quota_without_room_for_maxima_that_are_loaded_changes_nothing(daemon:
         train(source, maxima, range(1))
         with pytest.raises(
             memd_client.CapacityError,
-            match=r"narrow.* = .*moments\) \+ .*maxima that the job has not",
+            match=r"narrow.* = .*moments on their way\) \+ .*maxima that the job has not",
         ):
             optimizer.load_state_dict(maxima.state_dict())
         assert optimizer.param_groups[0]["amsgrad"] is False

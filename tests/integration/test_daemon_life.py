@@ -69,6 +69,33 @@ def test_a_jobs_weight_is_checked_shown_and_kept(daemons: Daemons) -> None:
     assert second.stop() == 0
 
 
+STANDING_STILL = """
+import os, signal, sys
+from pathlib import Path
+from memd.client import DaemonClient
+
+with DaemonClient(Path(sys.argv[1])) as client:
+    client.status()
+    print("ready", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_client_that_stands_still_does_not_hold_up_the_end(daemons: Daemons) -> None:
+    daemon = daemons.start(name="still")
+    command = [sys.executable, "-c", STANDING_STILL, str(daemon.attach_socket)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+        try:
+            assert client.stdout is not None
+            assert client.stdout.readline() == "ready\n"
+            os.waitid(os.P_PID, client.pid, os.WSTOPPED | os.WNOWAIT)
+            daemon.process.terminate()
+            # gRPC waits 20 s for an answer to its farewell.
+            assert daemon.process.wait(15) == 0
+        finally:
+            client.kill()
+
+
 def test_an_interrupt_drains_too(daemons: Daemons) -> None:
     assert daemons.start(name="term").stop(signal.SIGINT) == 0
 

@@ -148,15 +148,17 @@ def test_moments_are_zeros_until_they_are_put(client: Attached, session_id: int)
     assert get(client, session_id, "weight") == value
 
 
-def parameter(client: Attached, session_id: int, name: str, element_count: int) -> int:
-    """Puts zeros, and returns the shard id."""
+def parameter(
+    client: Attached, session_id: int, name: str, element_count: int, value: bytes = b""
+) -> int:
+    """Puts zeros in fp32, or `value` in bf16, and returns the shard id."""
     spec = spec_of(name, element_count)
     spec.kind = types_pb2.SHARD_KIND_PARAMETER
-    spec.dtype = types_pb2.D_TYPE_FLOAT32
+    spec.dtype = types_pb2.D_TYPE_BFLOAT16 if value else types_pb2.D_TYPE_FLOAT32
 
     def requests() -> Iterator[tensor_pb2.PutRequest]:
         yield tensor_pb2.PutRequest(session_id=session_id, spec=spec)
-        for chunk in chunks_of(bytes(4 * element_count)):
+        for chunk in chunks_of(value or bytes(4 * element_count)):
             yield tensor_pb2.PutRequest(data=chunk)
 
     shard_id: int = client.call(client.tensors.Put, requests()).shard.shard_id
@@ -194,6 +196,43 @@ def test_moments_are_taken_from_blobs_of_the_job(
     assert {answer.generation for answer in answers} == {9}
 
 
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_masters_are_taken_only_of_the_values_that_the_parameter_has(
+    client: Attached, session_id: int, *, is_staged: bool
+) -> None:
+    count = 5
+    name = f"half-{is_staged}"
+    shard_id = parameter(client, session_id, name, count, value=bytes.fromhex("803f") * count)
+
+    def put_moments(masters: list[float], generation: int) -> None:
+        values = {"exp_avg": [0.25] * count, "exp_avg_sq": [0.5] * count, "master": masters}
+        moments = {key: array("f", each).tobytes() for key, each in values.items()}
+        request = tensor_pb2.PutMomentsRequest(
+            session_id=session_id, shard_id=shard_id, generation=generation
+        )
+        if is_staged:
+            blob = put(client, session_id, f"{name}-{generation}", b"".join(moments.values()))
+            request.staged_shard_id = blob.shard_id
+            request.staged_has_master = True
+        else:
+            for key, data in moments.items():
+                setattr(request, key, data)
+        client.call(client.tensors.PutMoments, iter([request]))
+
+    near = [1.0, 1.001, 0.999, 1.0, 1.0]  # of bf16, 1 is the next to all
+    put_moments(near, 7)
+    with pytest.raises(grpc.RpcError) as error:
+        put_moments([*near[:3], 1.01, 1.0], 8)
+    code, message = details_of(error)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "other bfloat16 values than training publishes of these fp32 values" in message
+    assert message.endswith("element 3")
+    request = tensor_pb2.GetMomentsRequest(session_id=session_id, shard_id=shard_id)
+    (answer,) = client.call(client.tensors.GetMoments, request)
+    assert answer.generation == 7
+    assert array("f", answer.exp_avg).tolist() == [0.25] * count
+
+
 def test_what_is_no_blob_of_moments_is_refused(client: Attached, session_id: int) -> None:
     shard_id = parameter(client, session_id, "unstaged", 16)
     odd = put(client, session_id, "odd", bytes(12)).shard_id
@@ -202,7 +241,7 @@ def test_what_is_no_blob_of_moments_is_refused(client: Attached, session_id: int
         (shard_id, grpc.StatusCode.INVALID_ARGUMENT, "is no blob"),
         (odd, grpc.StatusCode.INVALID_ARGUMENT, "has 12 bytes, which are no moments"),
         (large, grpc.StatusCode.INVALID_ARGUMENT, "of at most"),
-        (shard_id + 1000, grpc.StatusCode.NOT_FOUND, "has no shard"),
+        (shard_id + 1000, grpc.StatusCode.NOT_FOUND, "has no such shard"),
     ):
         request = tensor_pb2.PutMomentsRequest(
             session_id=session_id, shard_id=shard_id, generation=1, staged_shard_id=staged

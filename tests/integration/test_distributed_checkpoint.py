@@ -504,6 +504,39 @@ def test_a_model_that_is_larger_than_its_pool_is_loaded(daemon: Daemon, tmp_path
         assert_same_moments(optimizer, torchs)
 
 
+def test_an_archive_is_fetched_before_the_tensor_in_it_is_looked_for(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each waits for the disk several times, alone."""
+    saved(tmp_path)
+    fetched: set[str] = set()
+    ahead: list[int] = []
+    looked_for: set[str] = set()
+    fetch_ends, run = checkpoint_reader._Files.fetch_ends, checkpoint_reader._Files.run
+
+    def noted_fetch(files: checkpoint_reader._Files, item: ReadItem) -> None:
+        fetched.add(item.storage_index.fqn)
+        ahead.append(len(fetched - looked_for))
+        fetch_ends(files, item)
+
+    def noted_run(files: checkpoint_reader._Files, item: ReadItem) -> Any:
+        looked_for.add(item.storage_index.fqn)
+        assert looked_for <= fetched
+        return run(files, item)
+
+    monkeypatch.setattr(checkpoint_reader, "_ARCHIVES_AHEAD", 3)
+    monkeypatch.setattr(checkpoint_reader._Files, "fetch_ends", noted_fetch)
+    monkeypatch.setattr(checkpoint_reader._Files, "run", noted_run)
+    with fresh(daemon, "dcp-archives") as session:
+        model = memd_client.offload(Model(seed=1), session)
+        optimizer = memd_adamw(model)
+        stream_in(state_of(model, optimizer), tmp_path)
+    assert len(looked_for) > 12
+    # The numbers of updates are read first.
+    steps = sum(name.endswith(".step") for name in fetched)
+    assert max(ahead) <= steps + 3 + 1
+
+
 def test_no_tensor_of_the_job_is_loaded_before_it_goes_to_its_place(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import memd_client
 from tests.faults.exports import JOB, begun, bytes_of, drop_job, make_job, partial_of
 from tests.integration.test_distributed_checkpoint import assert_same
+from tests.integration.test_optimizer_safetensors import exported_states, half_trained
 from tests.integration.test_snapshot_export import Model, exported_job, job_of, train
 from tests.integration.test_snapshots import memd
 
@@ -49,15 +52,16 @@ def empty(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def assert_whole_archives(path: Path) -> None:
-    """Each item is a zip file whose checksums match, and the items fill their files."""
+    """Each item is a zip file whose checksums match, and the items fill their files. A tied one has
+    several names."""
     ends: dict[str, int] = {}
-    stored = FileSystemReader(path).read_metadata().storage_data
-    for info in sorted(stored.values(), key=lambda each: (each.relative_path, each.offset)):
-        assert info.offset == ends.get(info.relative_path, 0)
-        ends[info.relative_path] = info.offset + info.length
-        with (path / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            with zipfile.ZipFile(io.BytesIO(file.read(info.length))) as archive:
+    stored = FileSystemReader(path).read_metadata().storage_data.values()
+    for name, begin, length in sorted({(at.relative_path, at.offset, at.length) for at in stored}):
+        assert begin == ends.get(name, 0)
+        ends[name] = begin + length
+        with (path / name).open("rb") as file:
+            file.seek(begin)
+            with zipfile.ZipFile(io.BytesIO(file.read(length))) as archive:
                 assert archive.testzip() is None
     sizes = {each.name: each.stat().st_size for each in path.glob("*.distcp")}
     assert ends == sizes
@@ -134,6 +138,116 @@ def test_a_new_job_goes_on_from_it_with_the_same_bits(daemon: Daemon, tmp_path: 
         assert_same({name: value.clone() for name, value in other.state_dict().items()}, wanted)
         for name, each in named_states(other, again).items():
             assert_same(each, states[name])
+
+
+def whole_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Without a byte of what is in memd."""
+    states = get_state_dict(model, optimizer)[1]["state"]
+    return {"model": model.state_dict(keep_vars=True), "optimizer": {"state": states}}
+
+
+@pytest.mark.parametrize(
+    ("amsgrad", "is_tiled", "way"),
+    [
+        pytest.param(False, False, "export", id="export"),
+        pytest.param(True, True, "export", id="export-tiled", marks=pytest.mark.more),
+        pytest.param(True, True, "save", id="save-tiled"),
+        pytest.param(False, False, "save", id="save", marks=pytest.mark.more),
+        pytest.param(False, False, "async_save", id="async_save"),
+        pytest.param(True, True, "async_save", id="async_save-tiled", marks=pytest.mark.more),
+    ],
+)
+def test_a_new_job_in_bf16_goes_on_from_it_with_the_same_bits(
+    daemon: Daemon, tmp_path: Path, amsgrad: bool, is_tiled: bool, way: str
+) -> None:
+    """The masters too, which decide about values only steps later."""
+
+    def begun(session: memd_client.Session, seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 5000), torch.nn.Linear(5000, 64))
+        model = model.bfloat16()
+        if is_tiled:
+            memd_client.tile_linears(model, bytes_max="256KiB")
+        memd_client.offload(model, session)
+        return model, memd_client.AdamW(model.parameters(), lr=1e-3, amsgrad=amsgrad)
+
+    path = tmp_path / "out"
+    with job_of(daemon, "bf16-a") as session:
+        model, optimizer = begun(session, 0)
+        half_trained(model, optimizer, range(3))
+        before = exported_states(daemon, session, tmp_path / "before")
+        saving: Any = None
+        if way == "export":
+            export(daemon, "bf16-a", "before", path, "--max-file", "1MiB")
+        elif way == "save":
+            state = whole_state(model, optimizer)
+            # Somebody has read it.
+            state["optimizer"]["state"]["0.weight"]["exp_avg"].value()
+            save(state, storage_writer=memd_client.checkpoint.Writer(path))
+        else:
+            writer = memd_client.checkpoint.Writer(path)
+            saving = async_save(whole_state(model, optimizer), storage_writer=writer)
+        half_trained(model, optimizer, range(3, 6))
+        if saving is not None:
+            saving.result()
+        wanted = exported_states(daemon, session, tmp_path / "wanted")
+    masters = {name: each for name, each in before.items() if name.endswith(".master")}
+    found: dict[str, Any] = {"optimizer": {"state": {}}}
+    for name, each in masters.items():
+        found["optimizer"]["state"][name.removesuffix(".master")] = {"master": each.clone().zero_()}
+    load(found, checkpoint_id=path)
+    for name, each in masters.items():
+        states = found["optimizer"]["state"]
+        assert torch.equal(states[name.removesuffix(".master")]["master"], each)
+    with job_of(daemon, "bf16-b") as session:
+        model, optimizer = begun(session, 1)
+        # Remainders of its own, which may not stay.
+        half_trained(model, optimizer, range(7, 9))
+        state = whole_state(model, optimizer)
+        load(state, storage_reader=memd_client.checkpoint.Reader(path))
+        half_trained(model, optimizer, range(3, 6))
+        assert_same(exported_states(daemon, session, tmp_path / "found"), wanted)
+        # Without the values, they would be those of other ones.
+        half_trained(model, optimizer, range(6, 30))
+        del state["model"]
+        load(state, storage_reader=memd_client.checkpoint.Reader(path))
+        half_trained(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize(
+    ("master", "message"),
+    [
+        (torch.full((4, 4), 2.0), "fp32 values in the files; they are of another step"),
+        (torch.ones(4), r"'optimizer.state.weight.master' is torch.float32 \[4\]"),
+        (torch.ones(4, 4).bfloat16(), "'optimizer.state.weight.master' is torch.bfloat16"),
+    ],
+    ids=["other", "shape", "dtype"],
+)
+def test_masters_that_do_not_fit_the_values_are_refused_and_nothing_changes(
+    daemon: Daemon, tmp_path: Path, master: torch.Tensor, message: str
+) -> None:
+    moment = torch.zeros(4, 4)
+    state = {"exp_avg": moment, "exp_avg_sq": moment, "step": torch.tensor(3.0)}
+    save(
+        {
+            "model": {"weight": torch.ones(4, 4).bfloat16()},
+            "optimizer": {"state": {"weight": {**state, "master": master}}},
+        },
+        checkpoint_id=tmp_path / "in",
+    )
+    with job_of(daemon, "bf16-other") as session:
+        model = memd_client.offload(torch.nn.Linear(4, 4, bias=False).bfloat16(), session)
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-3)
+        model(torch.ones(1, 4).bfloat16()).sum().backward()
+        optimizer.step()
+        before = exported_states(daemon, session, tmp_path / "before")
+        value = model.state_dict()["weight"]
+        wanted = whole_state(model, optimizer)
+        reader = memd_client.checkpoint.Reader(tmp_path / "in")
+        with pytest.raises(CheckpointException, match=message):
+            load(wanted, storage_reader=reader)
+        assert torch.equal(model.state_dict()["weight"], value)
+        assert_same(exported_states(daemon, session, tmp_path / "after"), before)
 
 
 def test_a_tiled_parameter_is_one_item(daemon: Daemon, tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
 import tracemalloc
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,15 +15,16 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import memd_client
-from memd_client.base.mapped_files import FileBytes
+from memd_client.core.old_state import OldState
 from memd_client.core.tensor_streams import TensorStreams
 from memd_client.transaction import loaded_moments
 from memd_client.transaction.moments import ordinary_moments
 from memd_client.updates import loaded_states
 from tests.daemons import fresh
+from tests.integration.noted_reads import NotedReads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from memd_client.core.tensor_streams import MomentPart
@@ -126,7 +127,7 @@ def test_what_the_last_parameter_cannot_have_changes_nothing(
 def test_a_state_that_ends_while_it_is_read_changes_nothing(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As that of another session whose daemon is gone. What was read is staged already."""
+    """As that of another session whose daemon is gone. What was read is in memd already."""
     read: list[Any] = []
 
     def failing(state: dict[str, Any]) -> Any:
@@ -149,7 +150,7 @@ def test_a_state_that_ends_while_it_is_read_changes_nothing(
         train(model, optimizer, 1)
 
 
-def test_a_state_is_staged_within_a_pool_that_does_not_hold_the_moments_of_one_parameter(
+def test_a_state_passes_a_pool_that_does_not_hold_the_moments_of_one_parameter(
     daemon: Daemon,
 ) -> None:
     layers = nn.Sequential(nn.Linear(1500, 1500, bias=False))  # 9 MB, and 27 of moments
@@ -204,14 +205,7 @@ def test_moments_of_a_mapped_file_are_read_from_it_unless_memory_has_others(
 ) -> None:
     torch.save(state_with([{"lr": 0.0}])["state"], tmp_path / "state.pt")
     states = torch.load(tmp_path / "state.pt", mmap=True)
-    read = FileBytes.read
-    reads: list[int] = []
-
-    def noted(source: FileBytes, into: memoryview) -> bool:
-        reads.append(len(into))
-        return read(source, into)
-
-    monkeypatch.setattr(FileBytes, "read", noted)
+    noted = NotedReads(monkeypatch)
     with fresh(daemon, f"state-mapped-{is_changed}") as session:
         _, optimizer = trained(session)
         if is_changed:
@@ -219,7 +213,8 @@ def test_moments_of_a_mapped_file_are_read_from_it_unless_memory_has_others(
         optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
         moments = 2 * sum(4 * shape.numel() for shape in shapes())
         only_here = 4 * shapes()[3].numel() if is_changed else 0
-        assert sum(reads) == moments - only_here
+        assert sum(noted.sizes) == moments - only_here
+        noted.assert_fetched()
         found = optimizer.state_dict()["state"]
         for index, each in states.items():
             for name in ("exp_avg", "exp_avg_sq"):
@@ -240,68 +235,41 @@ def test_a_job_with_other_sessions_takes_no_state(daemon: Daemon) -> None:
         optimizer.load_state_dict(state_with(optimizer.state_dict()["param_groups"]))
 
 
-@pytest.mark.parametrize("call", ["state", "reset"])
-def test_a_load_that_breaks_off_when_it_counts_is_finished_by_the_next_session(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, call: str
+def test_a_quota_without_room_for_a_load_says_what_it_takes(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = TensorStreams.put_moments
-
-    def break_off(streams: TensorStreams, parts: Callable[[], Iterable[MomentPart]]) -> None:
-        """The first parameter has its moments."""
-        put(streams, lambda: list(parts())[:1])
-        raise memd_client.DeviceError("the stream is gone", 5)
-
-    with memd_client.connect(daemon.address, job="state-break", fresh=True) as session:
-        model, optimizer = trained(session)
-        wanted = state_with(optimizer.state_dict()["param_groups"])
-        monkeypatch.setattr(TensorStreams, "put_moments", break_off)
-        loading = (
-            optimizer.reset_state if call == "reset" else partial(optimizer.load_state_dict, wanted)
-        )
-        with pytest.raises(
-            memd_client.DeviceError, match=r"close this session.*the stream is gone"
-        ):
-            loading()
-        monkeypatch.undo()
-        with pytest.raises(memd_client.MemdError, match="a load broke off"):
-            train(model, optimizer, 1)
-    with memd_client.connect(daemon.address, job="state-break") as again:
-        assert again.committed_step == 1
-        model = memd_client.offload(model_of(3), again)
-        optimizer = memd_client.AdamW(model.parameters())
-        found = optimizer.state_dict()
-        assert not staged(again)
-        if call == "state":
-            assert bits(found) == bits(wanted)
-        else:
-            assert all(
-                not value.any() for each in found["state"].values() for value in each.values()
-            )
-            assert [each["step"] for each in found["state"].values()] == [0] * 4
-        again.drop_job()
-
-
-def test_a_quota_without_room_for_the_moments_says_each_term(daemon: Daemon) -> None:
-    element_count = sum(shape.numel() for shape in shapes())
-    with fresh(daemon, "state-quota", nvme_bytes=24 * element_count + (1 << 20)) as session:
-        model, optimizer = trained(session)
-        before = bits(optimizer.state_dict())
-        terms = (
-            r"nvme_bytes \d+; a load keeps .* 4\.\d MiB of nvme_bytes more = 4\.\d MiB \(moments\)"
-        )
-        with pytest.raises(memd_client.CapacityError, match=terms):
-            optimizer.load_state_dict(state_with(optimizer.state_dict()["param_groups"]))
-        assert bits(optimizer.state_dict()) == before
-        assert optimizer.param_groups[0]["lr"] == 1e-3
-        optimizer.reset_state()  # which stages nothing
-        train(model, optimizer, 1)
+    """First for the snapshot, then for moments on their way; and nothing has changed."""
+    monkeypatch.delattr(OldState, "put_back")
+    state_bytes = 24 * sum(shape.numel() for shape in shapes())
+    terms = ("a load keeps what the job has", r"MiB of nvme_bytes more .* \(moments on their way\)")
+    outcomes = []
+    for room_bytes in range(1 << 20, 48 << 20, 2 << 20):
+        with fresh(daemon, "state-quota", nvme_bytes=state_bytes + room_bytes) as session:
+            model, optimizer = trained(session)
+            before = bits(optimizer.state_dict())
+            wanted = state_with(optimizer.state_dict()["param_groups"])
+            try:
+                optimizer.load_state_dict(wanted)
+            except memd_client.CapacityError as error:
+                (found,) = [n for n, term in enumerate(terms) if re.search(term, str(error))]
+                assert bits(optimizer.state_dict()) == before
+                assert optimizer.param_groups[0]["lr"] == 1e-3
+                train(model, optimizer, 1)
+                outcomes.append(found)
+            else:
+                assert bits(optimizer.state_dict()) == bits(wanted)
+                outcomes.append(len(terms))
+                break
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("durability", ["step", "every:3", "none"])
 def test_maxima_that_a_job_has_not_are_refused_or_find_their_room(
-    daemon: Daemon, durability: str
+    daemon: Daemon, durability: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the quota: no load counts and is refused then."""
+    """Whatever the quota: no load begins and is refused then."""
+    monkeypatch.delattr(OldState, "put_back")
     element_count = sum(shape.numel() for shape in shapes())
     outcomes = []
     for each in range(24, 96, 6):
@@ -318,7 +286,7 @@ def test_maxima_that_a_job_has_not_are_refused_or_find_their_room(
                 optimizer.load_state_dict(wanted)
             except memd_client.CapacityError:
                 assert bits(optimizer.state_dict()) == before
-                train(model, optimizer, 1)  # no step is made once a load counts
+                train(model, optimizer, 1)
                 outcomes.append(False)
             else:
                 assert bits(optimizer.state_dict()) == bits(wanted)
@@ -349,26 +317,26 @@ def test_a_distributed_load_is_one_transaction_and_the_optimizer_then_moves_noth
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = saved(tmp_path)
-    put = TensorStreams.put_moments
+    begin = TensorStreams.begin_put_moments
     calls: list[int] = []
 
-    def count(streams: TensorStreams, parts: Callable[[], Iterable[MomentPart]]) -> None:
-        calls.append(len(list(parts())))
-        put(streams, parts)
+    def count(streams: TensorStreams, parts: Sequence[MomentPart]) -> Any:
+        calls.append(len(parts))
+        return begin(streams, parts)
 
-    monkeypatch.setattr(TensorStreams, "put_moments", count)
+    monkeypatch.setattr(TensorStreams, "begin_put_moments", count)
     with fresh(daemon, "state-dcp") as session:
         model, optimizer = trained(session)
         kept = optimizer.state_dict()
         before = bits(optimizer.state_dict())
         state = {"model": model.state_dict(keep_vars=True), "optimizer": optimizer.state_dict()}
         read_into(state, tmp_path)
-        assert calls == [6]  # pieces of all parameters, in one stream
+        assert sum(calls) == 6  # pieces of all parameters
         assert bits(optimizer.state_dict()) == bits(wanted["optimizer"])
         assert bits(state["optimizer"]) == bits(wanted["optimizer"])
         assert bits(kept) == before  # somebody else's, of its time
         optimizer.load_state_dict(optimizer.state_dict())
-        assert calls == [6]
+        assert sum(calls) == 6
         for name, value in wanted["model"].items():
             assert torch.equal(model.state_dict()[name], value), name
 

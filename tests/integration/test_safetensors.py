@@ -8,6 +8,7 @@ import re
 import resource
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,21 +19,19 @@ from torch import nn
 from torch.nn import functional
 
 import memd_client
-from memd_client.base.mapped_files import FileBytes
 from memd_client.checkpoints.checkpoint_files import CheckpointFile
 from memd_client.connection.reattach import ReattachingControl
-from memd_client.core import staged_values
-from memd_client.core.job_store import JobStore
-from memd_client.core.staged_values import StagedValues
+from memd_client.core import load
+from memd_client.core.load import Load
+from memd_client.core.old_state import OldState
 from memd_client.integrations.load_tensors import load_tensors
 from memd_client.parameters.away import ParameterBytes
-from memd_client.parameters.residency import Residency
-from memd_proto.v1 import job_pb2
+from memd_client.parameters.loaded_places import _Places
+from memd_proto.v1 import job_pb2, session_pb2
 from tests.daemons import fresh
+from tests.integration.noted_reads import NotedReads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from tests.daemons import Daemon
 
 
@@ -428,7 +427,7 @@ def test_a_file_that_cannot_be_read_to_its_end_changes_nothing(
 
 
 def noted_commits_behind(monkeypatch: pytest.MonkeyPatch, bytes_each: int) -> list[str]:
-    """`begun` for each commit that begins while values are staged, and `read` for each read of a
+    """`begun` for each commit that begins while values are read, and `read` for each read of a
     file."""
     events: list[str] = []
     begin, read = ReattachingControl.begin_sync, CheckpointFile.read
@@ -441,7 +440,7 @@ def noted_commits_behind(monkeypatch: pytest.MonkeyPatch, bytes_each: int) -> li
         events.append("read")
         read(file, first, into)
 
-    monkeypatch.setattr(staged_values, "_BEHIND_BYTES", bytes_each)
+    monkeypatch.setattr(load, "_BEHIND_BYTES", bytes_each)
     monkeypatch.setattr(ReattachingControl, "begin_sync", noted_begin)
     monkeypatch.setattr(CheckpointFile, "read", noted_read)
     return events
@@ -458,7 +457,7 @@ def disk_bytes_of(session: memd_client.Session) -> int:
     return answer.job.nvme_bytes_used
 
 
-def test_the_disk_takes_what_is_staged_while_more_is_read(
+def test_the_disk_takes_what_was_read_while_more_is_read(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(layers(1), tmp_path / "a.safetensors")
@@ -478,19 +477,70 @@ def test_a_state_of_a_mapped_file_is_read_from_it(
     torch.save(layers(1).state_dict(), tmp_path / "a.pt")
     state = torch.load(tmp_path / "a.pt", mmap=True)
     state["4.weight"] = state["4.weight"].double()  # in memory, and of another dtype
-    read = FileBytes.read
-    reads: list[int] = []
-
-    def noted(source: FileBytes, into: memoryview) -> bool:
-        reads.append(len(into))
-        return read(source, into)
-
-    monkeypatch.setattr(FileBytes, "read", noted)
+    noted = NotedReads(monkeypatch)
     with fresh(daemon, "mapped-state") as session:
         model = memd_client.offload(layers(0), session)
         load_tensors(model, state, session, what="load")
-        assert reads == [4 << 20] * 4
+        assert noted.sizes == [4 << 20] * 4
+        noted.assert_fetched()
         assert_same(model.state_dict(), layers(1).state_dict())
+
+
+def test_a_model_over_a_mapped_file_is_offloaded_from_it(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(layers(1).state_dict(), tmp_path / "a.pt")
+    noted = NotedReads(monkeypatch)
+    with fresh(daemon, "mapped-model") as session:
+        model = layers(0)
+        model.load_state_dict(torch.load(tmp_path / "a.pt", mmap=True), assign=True)
+        memd_client.offload(model, session)
+        assert noted.sizes == [4 << 20] * 5
+        noted.assert_fetched()
+        assert_same(model.state_dict(), layers(1).state_dict())
+
+
+def test_a_state_in_another_job_is_read_a_tensor_at_a_time(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quotas = {"host_bytes": "16MiB"}
+    with (
+        fresh(daemon, "state-of", **quotas) as other,
+        fresh(daemon, "state-into", **quotas) as session,
+    ):
+        source = memd_client.offload(layers(1), other)
+        model = memd_client.offload(layers(0), session)
+        events: list[str] = []
+        using, write = ParameterBytes.using, Load.write
+
+        def noted_using(shown: ParameterBytes, *, writes: bool) -> Any:
+            events.append("read")
+            return using(shown, writes=writes)
+
+        def noted_write(load: Load, *arguments: Any) -> None:
+            events.append("write")
+            write(load, *arguments)
+
+        monkeypatch.setattr(ParameterBytes, "using", noted_using)
+        monkeypatch.setattr(Load, "write", noted_write)
+        state = {name: each.detach() for name, each in source.named_parameters()}
+        load_tensors(model, state, session, what="load")
+        assert events == ["write", "read"] * 5
+        assert_same(model.state_dict(), layers(1).state_dict())
+
+
+def test_a_state_in_the_job_itself_is_read_before_it_is_replaced(daemon: Daemon) -> None:
+    with fresh(daemon, "state-within") as session:
+        model = memd_client.offload(layers(0), session)
+        state = model.state_dict(keep_vars=True)
+        names = list(state)
+        turned = {name: state[names[index - 1]] for index, name in enumerate(names)}
+        load_tensors(model, turned, session, what="load")
+        wanted = layers(0).state_dict()
+        assert_same(
+            model.state_dict(),
+            {name: wanted[names[index - 1]] for index, name in enumerate(names)},
+        )
 
 
 def test_a_load_that_breaks_off_beside_a_commit_changes_nothing(
@@ -520,66 +570,26 @@ def test_a_load_that_breaks_off_beside_a_commit_changes_nothing(
         assert_same(model.state_dict(), layers(1).state_dict())
 
 
-@pytest.mark.parametrize(("host_bytes", "is_copied"), [("40MiB", False), ("24MiB", True)])
-def test_values_move_without_a_copy_where_host_memory_holds_them_twice(
-    daemon: Daemon,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    host_bytes: str,
-    *,
-    is_copied: bool,
+def test_each_value_is_written_once(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Linear(1024, 1024, bias=False)  # 4 MiB
+    path = saved(layers(1), tmp_path / "a.safetensors")
+    written: list[int] = []
+    sync = ReattachingControl.sync
 
-    path = saved(build(1), tmp_path / "a.safetensors")
-    with fresh(daemon, f"beside-{is_copied}", host_bytes=host_bytes) as session:
-        model = memd_client.offload(build(0), session)
-        write = Residency.write
-        held: list[int] = []
+    def noted(control: ReattachingControl, request: Any) -> Any:
+        answer = sync(control, request)
+        written.append(answer.written_bytes)
+        return answer
 
-        def noted(residency: Residency, value: torch.Tensor) -> None:
-            # The turn, and the blob whose bytes these are.
-            held.append(session.statistics().leases_held)
-            write(residency, value)
-
-        monkeypatch.setattr(Residency, "write", noted)
+    with fresh(daemon, "once", host_bytes="48MiB") as session:
+        model = memd_client.offload(layers(0), session)
+        monkeypatch.setattr(ReattachingControl, "sync", noted)
         memd_client.load_safetensors(model, path, session)
-        assert held == [1 if is_copied else 2]
-        assert_same(model.state_dict(), build(1).state_dict())
-        assert session.statistics().leases_held == 0
-
-
-@pytest.mark.parametrize("refusal", [memd_client.CapacityError, memd_client.DeadlineExceeded])
-def test_a_load_goes_on_where_others_hold_the_memory_beside_a_value(
-    daemon: Daemon,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    refusal: type[memd_client.MemdError],
-) -> None:
-    """It counts already when its values move, and waits for others once."""
-
-    def build(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
-
-    path = saved(build(1), tmp_path / "a.safetensors")
-    with fresh(daemon, f"beside-{refusal.__name__}", host_bytes="40MiB") as session:
-        model = memd_client.offload(build(0), session)
-        write = Residency.write
-        held: list[int] = []
-
-        def noted(residency: Residency, value: torch.Tensor) -> None:
-            held.append(session.statistics().leases_held)
-            if len(held) == 1:
-                raise refusal("of the shard's lease")
-            write(residency, value)
-
-        monkeypatch.setattr(Residency, "write", noted)
-        memd_client.load_safetensors(model, path, session)
-        assert held == [2, 1, 1, 1]
-        assert_same(model.state_dict(), build(1).state_dict())
+        (bytes_written,) = written
+        value_bytes = 5 * 4 * 1024**2
+        assert value_bytes <= bytes_written < value_bytes + (1 << 20)
+        assert_same(model.state_dict(), layers(1).state_dict())
 
 
 def test_a_quota_without_room_for_both_values_is_named_and_nothing_changes(
@@ -590,10 +600,10 @@ def test_a_quota_without_room_for_both_values_is_named_and_nothing_changes(
         return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
 
     path = saved(build(1), tmp_path / "a.safetensors")
-    # Old and new values take 48 MiB, and what one commit replaces 24 MiB.
-    with fresh(daemon, "tight", host_bytes="24MiB", nvme_bytes="72MiB") as session:
+    # Old and new values take 48 MiB.
+    with fresh(daemon, "tight", host_bytes="24MiB", nvme_bytes="40MiB") as session:
         model = memd_client.offload(build(0), session)
-        with pytest.raises(memd_client.CapacityError, match="beside the old ones"):
+        with pytest.raises(memd_client.CapacityError, match="a load keeps what the job has"):
             memd_client.load_safetensors(model, path, session)
         assert staged_names(session) == []
         assert_same(model.state_dict(), build(0).state_dict())
@@ -615,10 +625,7 @@ def test_a_quota_that_the_state_fills_says_what_a_load_takes(
     with fresh(daemon, "full", host_bytes="24MiB", nvme_bytes=quota_bytes) as session:
         model = memd_client.offload(built, session)
         optimizer = memd_client.AdamW(model.parameters())
-        terms = (
-            r"a load keeps .* takes 16 MiB of nvme_bytes more = 8 MiB \(parameters and buffers\) "
-            r"\+ 8 MiB \(the old values of one commit\)"
-        )
+        terms = r"\(tiles that are being replaced\).*; a load keeps what the job has"
         with pytest.raises(memd_client.CapacityError, match=terms):
             memd_client.load_safetensors(model, path, session)
         assert staged_names(session) == []
@@ -627,58 +634,16 @@ def test_a_quota_that_the_state_fills_says_what_a_load_takes(
         session.commit(wait=True)
 
 
-def test_values_that_count_and_are_not_in_place_are_put_there_by_the_next_session(
-    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt, OSError])
+def test_old_values_that_cannot_be_put_back_end_the_session_s_steps(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
+    """And the daemon puts them back, before anybody connects."""
     path = saved(Model(seed=1), tmp_path / "a.safetensors")
-    write, calls = Residency.write, []
-
-    def fail(residency: Residency, value: torch.Tensor) -> None:
-        calls.append(residency)
-        if len(calls) == 3:
-            raise memd_client.DeviceError("it failed", 5)
-        write(residency, value)
-
-    session = memd_client.connect(daemon.address, job="unfinished", fresh=True)
-    model = memd_client.offload(Model(), session)
-    optimizer = memd_adamw(model)
-    trained(model, optimizer, range(1))
-    monkeypatch.setattr(Residency, "write", fail)
-    with pytest.raises(memd_client.DeviceError, match=r"connect again, .* it failed"):
-        memd_client.load_safetensors(model, path, session)
-    monkeypatch.undo()
-    assert len(calls) == 3
-    with pytest.raises(memd_client.MemdError, match="connect again"):
-        trained(model, optimizer, range(1, 2))
-    session.close()
-    with memd_client.connect(daemon.address, job="unfinished") as session:
-        model = memd_client.offload(Model(), session)
-        assert session.committed_step == 1
-        assert staged_names(session) == []
-        assert_same(model.state_dict(), Model(seed=1).state_dict())
-        session.drop_job()
-
-
-@pytest.mark.parametrize("error", [RuntimeError, MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize("counting", [True, False])
-def test_whatever_breaks_off_a_load_that_counts_ends_the_session_s_steps(
-    daemon: Daemon,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    error: type[BaseException],
-    counting: bool,
-) -> None:
-    path = saved(Model(seed=1), tmp_path / "a.safetensors")
-
-    delete = JobStore.delete
+    plain = Model()
 
     def fail(*_: object) -> None:
         raise error("it failed")
-
-    def keep(store: JobStore, names: Sequence[str]) -> None:
-        if "@load/plan" in names:
-            raise memd_client.DaemonUnavailable("it is gone")
-        delete(store, names)
 
     session = memd_client.connect(daemon.address, job="broken-off", fresh=True)
     model = memd_client.offload(Model(), session)
@@ -686,12 +651,10 @@ def test_whatever_breaks_off_a_load_that_counts_ends_the_session_s_steps(
     session.track(rng=True)
     trained(model, optimizer, range(1))
     session.commit()
+    trained(plain, adamw(plain), range(1))
     with monkeypatch.context() as patch:
-        if counting:
-            patch.setattr(Residency, "write", fail)
-        else:  # its outcome is unknown
-            patch.setattr(StagedValues, "_sync", fail)
-            patch.setattr(JobStore, "delete", keep)
+        patch.setattr(Load, "_end", fail)
+        patch.setattr(OldState, "put_back", fail)
         kind = error if error is KeyboardInterrupt else memd_client.MemdError
         with pytest.raises(kind, match="it failed") as raised:
             memd_client.load_safetensors(model, path, session)
@@ -708,25 +671,114 @@ def test_whatever_breaks_off_a_load_that_counts_ends_the_session_s_steps(
         model = memd_client.offload(Model(), session)
         assert session.committed_step == 1
         assert staged_names(session) == []
+        assert_same(model.state_dict(), plain.state_dict())
+        session.drop_job()
+
+
+def test_an_end_whose_answer_is_lost_ends_the_session_s_steps(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(Model(seed=1), tmp_path / "a.safetensors")
+    drop = ReattachingControl.drop_snapshot
+
+    def lose(control: ReattachingControl, request: Any) -> None:
+        drop(control, request)
+        raise memd_client.DaemonUnavailable("its answer is lost")
+
+    session = memd_client.connect(daemon.address, job="answer-lost", fresh=True)
+    model = memd_client.offload(Model(), session)
+    optimizer = memd_adamw(model)
+    trained(model, optimizer, range(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(ReattachingControl, "drop_snapshot", lose)
+        with pytest.raises(
+            memd_client.DaemonUnavailable, match=r"connect again, .* its answer is lost"
+        ):
+            memd_client.load_safetensors(model, path, session)
+    with pytest.raises(memd_client.MemdError, match="connect again"):
+        trained(model, optimizer, range(1, 2))
+    with pytest.raises(memd_client.MemdError, match="connect again"):
+        session.commit()
+    session.close()
+    with memd_client.connect(daemon.address, job="answer-lost") as session:
+        model = memd_client.offload(Model(), session)
+        assert session.committed_step == 1
         assert_same(model.state_dict(), Model(seed=1).state_dict())
         session.drop_job()
 
 
-def test_a_load_that_certainly_does_not_count_leaves_the_session_as_it_was(
+def test_a_load_whose_session_has_ended_does_not_count(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread closes it before the end, and the daemon does not know its snapshot either."""
+    path = saved(Model(seed=1), tmp_path / "a.safetensors")
+    drop = ReattachingControl.drop_snapshot
+
+    def late(control: ReattachingControl, request: Any) -> Any:
+        control.detach(session_pb2.DetachRequest(session_id=request.session_id))
+        return drop(control, request)
+
+    session = memd_client.connect(daemon.address, job="ended", fresh=True)
+    model = memd_client.offload(Model(), session)
+    with monkeypatch.context() as patch:
+        patch.setattr(ReattachingControl, "drop_snapshot", late)
+        with pytest.raises(memd_client.MemdError, match=r"connect again|attach again"):
+            memd_client.load_safetensors(model, path, session)
+    with suppress(memd_client.MemdError):
+        session.close()
+    with memd_client.connect(daemon.address, job="ended") as session:
+        model = memd_client.offload(Model(seed=2), session)
+        assert_same(model.state_dict(), Model().state_dict())
+        session.drop_job()
+
+
+def test_tensors_that_do_not_get_the_values_of_a_load_end_the_session_s_steps(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load counts."""
+    path = saved(Model(seed=1), tmp_path / "a.safetensors")
+
+    def fail(*_: object) -> None:
+        raise memd_client.DeviceError("it failed", 5)
+
+    session = memd_client.connect(daemon.address, job="not-shown", fresh=True)
+    model = memd_client.offload(Model(), session)
+    optimizer = memd_adamw(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(_Places, "show", fail)
+        with pytest.raises(memd_client.DeviceError, match=r"connect again, .* it failed"):
+            memd_client.load_safetensors(model, path, session)
+    with pytest.raises(memd_client.MemdError, match="connect again"):
+        trained(model, optimizer, range(1))
+    session.close()
+    with memd_client.connect(daemon.address, job="not-shown") as session:
+        model = memd_client.offload(Model(), session)
+        assert staged_names(session) == []
+        assert_same(model.state_dict(), Model(seed=1).state_dict())
+        session.drop_job()
+
+
+def test_an_end_that_is_refused_leaves_the_session_as_it_was(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(Model(seed=1), tmp_path / "a.safetensors")
     plain = Model()
+    drop = ReattachingControl.drop_snapshot
+    calls: list[str] = []
 
-    def fail(staged: StagedValues) -> None:
-        raise memd_client.DeviceError("it failed", 5)
+    def refuse(control: ReattachingControl, request: Any) -> Any:
+        calls.append(request.name)
+        if len(calls) == 1:
+            raise memd_client.DeviceError("it failed", 5)
+        return drop(control, request)
 
     with fresh(daemon, "not-counting") as session:
         model = memd_client.offload(Model(), session)
         with monkeypatch.context() as patch:
-            patch.setattr(StagedValues, "_sync", fail)
+            patch.setattr(ReattachingControl, "drop_snapshot", refuse)
             with pytest.raises(memd_client.DeviceError, match=r"^it failed$"):
                 memd_client.load_safetensors(model, path, session)
+        assert len(calls) == 2
         assert staged_names(session) == []
         wanted = trained(plain, adamw(plain), range(2))
         assert trained(model, memd_adamw(model), range(2)) == wanted
@@ -821,65 +873,19 @@ def test_a_job_that_others_use_is_not_loaded_into(daemon: Daemon, tmp_path: Path
         assert_same(model.state_dict(), Model(seed=1).state_dict())
 
 
-def test_who_comes_while_values_are_staged_ends_the_load(
-    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = saved(Model(seed=1), tmp_path / "a.safetensors")
-    read = CheckpointFile.read
-    others: list[memd_client.Session] = []
-
-    def come(file: CheckpointFile, begin: int, into: memoryview) -> None:
-        if not others:
-            others.append(memd_client.connect(daemon.address, job="comes"))
-        read(file, begin, into)
-
-    with fresh(daemon, "comes") as session:
-        model = memd_client.offload(Model(), session)
-        monkeypatch.setattr(CheckpointFile, "read", come)
-        with pytest.raises(memd_client.InvalidArgument, match="has 1 other sessions"):
-            memd_client.load_safetensors(model, path, session)
-        others[0].close()
-        assert staged_names(session) == []
-        assert_same(model.state_dict(), Model().state_dict())
-        memd_client.load_safetensors(model, path, session)
-        assert_same(model.state_dict(), Model(seed=1).state_dict())
-
-
-def test_a_session_that_only_reads_sees_no_load_half_way(
-    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = saved(Model(seed=1), tmp_path / "a.safetensors")
-
-    def fail(*_: object) -> None:
-        raise memd_client.DeviceError("it failed", 5)
-
-    session = memd_client.connect(daemon.address, job="reads", fresh=True)
-    model = memd_client.offload(Model(), session)
-    with monkeypatch.context() as patch:
-        patch.setattr(Residency, "write", fail)
-        with pytest.raises(memd_client.DeviceError, match="connect again"):
-            memd_client.load_safetensors(model, path, session)
-    session.close()
-    with memd_client.connect(daemon.address, job="reads") as session:
-        wanted = Model(seed=1).state_dict()
-        for name in ("scale", "head.weight", "blocks.1.bias"):
-            assert bits(session.get(name)) == bits(wanted[name])
-        assert staged_names(session) == []
-        session.drop_job()
-
-
-def test_names_of_staged_values_are_memd_s_own(daemon: Daemon) -> None:
+def test_names_of_loads_are_memd_s_own(daemon: Daemon) -> None:
     with fresh(daemon, "own-names") as session:
         with pytest.raises(memd_client.InvalidArgument, match="are memd's own"):
             session.put("@load/0", torch.ones(1))
         session.put("load/0", torch.ones(1))
+        with pytest.raises(memd_client.InvalidArgument, match="snapshots that loads make"):
+            session.snapshot("load/0")
 
 
-def test_only_one_session_loads_at_a_time_and_the_others_wait(
+def test_nobody_connects_while_a_session_loads(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = saved(Model(seed=1), tmp_path / "a.safetensors")
-    monkeypatch.setattr("memd_client.core.leases._TIMEOUT_S", 1.0)
     read = CheckpointFile.read
     seen: list[int] = []
     with fresh(daemon, "two") as session:
@@ -888,11 +894,10 @@ def test_only_one_session_loads_at_a_time_and_the_others_wait(
         def look(file: CheckpointFile, begin: int, into: memoryview) -> None:
             if not seen:
                 seen.append(begin)
-                with (
-                    memd_client.connect(daemon.address, job="two") as other,
-                    pytest.raises(memd_client.DeadlineExceeded, match="another session loads"),
-                ):
-                    memd_client.offload(Model(), other)
+                with pytest.raises(memd_client.InvalidArgument, match="another session loads"):
+                    memd_client.connect(daemon.address, job="two")
+                with pytest.raises(memd_client.InvalidArgument):
+                    session.snapshot("meanwhile")
             read(file, begin, into)
 
         monkeypatch.setattr(CheckpointFile, "read", look)

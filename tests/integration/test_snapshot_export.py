@@ -231,10 +231,11 @@ def test_a_tiled_weight_is_one_tensor(daemon: Daemon, tmp_path: Path) -> None:
 
 
 def test_headers_are_those_that_the_client_writes() -> None:
-    from memd.export.contents import Tensor
+    from memd.export.contents import BYTES_OF, Tensor
+    from memd.export.dcp_files import DTYPES
     from memd.export.safetensors_files import encode_header
 
-    codes = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "BOOL": torch.bool}
+    codes = {code: DTYPES[code] for code in BYTES_OF}
     tensors = [
         (f"{code}.µ{number}", code, shape)
         for code in codes

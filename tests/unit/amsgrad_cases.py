@@ -27,7 +27,7 @@ from tests.unit.empty_cases import WithEmpties
 from tests.unit.lazy_cases import scaled_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Sequence
     from pathlib import Path
 
     from memd_client import Session
@@ -272,13 +272,13 @@ class TestAmsgrad:
     ) -> None:
         moved: list[str] = []
         names: dict[int, str] = {}
-        put_moments = TensorStreams.put_moments
+        begin = TensorStreams.begin_put_moments
 
-        def note(streams: TensorStreams, parts: Callable[[], Iterable[MomentPart]]) -> None:
-            moved.extend(names[part.shard_id] for part in parts())
-            put_moments(streams, parts)
+        def note(streams: TensorStreams, parts: Sequence[MomentPart]) -> Any:
+            moved.extend(names[part.shard_id] for part in parts)
+            return begin(streams, parts)
 
-        monkeypatch.setattr(TensorStreams, "put_moments", note)
+        monkeypatch.setattr(TensorStreams, "begin_put_moments", note)
         reference = seeded()
         twin = torch.optim.AdamW(reference.parameters(), lr=0.01, amsgrad=True, fused=True)
         for first in (0, 2):

@@ -37,7 +37,7 @@ from memd_client.core.job import Job
 from memd_client.core.tensor_streams import TensorStreams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from memd_client.connection.shard import Shard
@@ -1668,18 +1668,27 @@ class TestOptimizerState:
     def reads(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """Names of the parameters whose moments were read, and ids of those that got others."""
         names: list[str] = []
-        moments, put_moments = Job.moments, TensorStreams.put_moments
+        moments, begin, put = (
+            Job.moments,
+            TensorStreams.begin_put_moments,
+            TensorStreams.put_moments,
+        )
 
-        def read(job: Job, shard: Shard) -> Any:
+        def read(job: Job, shard: Shard, *, with_master: bool) -> Any:
             names.append(shard.name)
-            return moments(job, shard)
+            return moments(job, shard, with_master=with_master)
 
-        def put(streams: TensorStreams, parts: Callable[[], Iterable[MomentPart]]) -> None:
+        def begin_noted(streams: TensorStreams, parts: Sequence[MomentPart]) -> Any:
+            names.extend(str(part.shard_id) for part in parts)
+            return begin(streams, parts)
+
+        def put_noted(streams: TensorStreams, parts: Callable[[], Iterable[MomentPart]]) -> None:
             names.extend(str(part.shard_id) for part in parts())
-            put_moments(streams, parts)
+            put(streams, parts)
 
         monkeypatch.setattr(Job, "moments", read)
-        monkeypatch.setattr(TensorStreams, "put_moments", put)
+        monkeypatch.setattr(TensorStreams, "begin_put_moments", begin_noted)
+        monkeypatch.setattr(TensorStreams, "put_moments", put_noted)
         return names
 
     def test_state_lists_the_parameters_that_torchs_does(self, mlp: tuple[Mlp, Mlp]) -> None:

@@ -305,6 +305,13 @@ class FakeLease:
         self._ends()
 
 
+class FakeMomentsWrite:
+    """It took effect when it was begun."""
+
+    def wait(self, *, timeout_s: float) -> None:
+        del timeout_s
+
+
 class FakeServer:
     """What `detached` and `calls` say is what the tests look at."""
 
@@ -326,6 +333,7 @@ class FakeServer:
         self._nvme_bytes = nvme_bytes
         self._directories = list(directories)
         self.io_limits = list(io_limits)
+        self.load_notes: list[str] = []
         self._lock = threading.RLock()
         self._jobs: dict[int, Job] = {}
         self._sessions: dict[int, int] = {}
@@ -535,15 +543,17 @@ class FakeServer:
         element_first: int,
         element_count: int,
         *,
+        with_master: bool,
         timeout_s: float,
-    ) -> tuple[bytes, bytes, bytes]:
+    ) -> tuple[bytes, bytes, bytes, bytes]:
+        assert not with_master  # it updates no values
         first, second, maximum = self._moments_of(session_id, shard_id)
         part = slice(4 * element_first, 4 * (element_first + element_count))
         if not 0 <= part.start < part.stop <= len(first):
             raise status_error(StatusCode.INVALID_ARGUMENT, "ask for elements of the shard")
-        return bytes(first[part]), bytes(second[part]), bytes(maximum[part])
+        return bytes(first[part]), bytes(second[part]), bytes(maximum[part]), b""
 
-    def write_moments(
+    def begin_write_moments(
         self,
         session_id: int,
         shard_id: int,
@@ -552,9 +562,9 @@ class FakeServer:
         exp_avg: bytes,
         exp_avg_sq: bytes,
         max_exp_avg_sq: bytes,
-        *,
-        timeout_s: float,
-    ) -> None:
+        master: bytes,
+    ) -> FakeMomentsWrite:
+        assert not master, "this fake has no bfloat16 parameters"
         first, second, maximum = self._moments_of(session_id, shard_id)
         part = slice(4 * element_first, 4 * element_first + len(exp_avg))
         first[part], second[part] = exp_avg, exp_avg_sq
@@ -564,11 +574,45 @@ class FakeServer:
         else:
             maximum.clear()
         self._job(session_id).by_id(shard_id).info.generation = generation
+        return FakeMomentsWrite()
+
+    def begin_write_staged_moments(
+        self,
+        session_id: int,
+        shard_id: int,
+        generation: int,
+        element_first: int,
+        staged_shard_id: int,
+        has_maximum: bool,
+        has_master: bool,
+        *,
+        timeout_s: float,
+    ) -> FakeMomentsWrite:
+        assert not has_master, "this fake has no bfloat16 parameters"
+        lease = self.lease(session_id, staged_shard_id, timeout_s=timeout_s)
+        staged = bytes(lease.memory())
+        size = len(staged) // (3 if has_maximum else 2)
+        write = self.begin_write_moments(
+            session_id,
+            shard_id,
+            generation,
+            element_first,
+            staged[:size],
+            staged[size : 2 * size],
+            staged[2 * size :],
+            b"",
+        )
+        lease.release()
+        return write
 
     def bytes_of_maxima(self, session_id: int, shard_ids: Sequence[int]) -> int:
         job = self._job(session_id)
         gaining = [job.by_id(shard_id).info.spec for shard_id in shard_ids]
         return sum(4 * math.prod(spec.shape) for spec in gaining if not spec.keeps_maximum)
+
+    def take_load_notes(self) -> list[str]:
+        notes, self.load_notes = self.load_notes, []
+        return notes
 
     def statistics(self) -> ServerStatistics:
         device = DeviceStatistics("/volume", self._nvme_bytes, self._nvme_bytes // 4)

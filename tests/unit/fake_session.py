@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from memd_client.connection.calls import SnapshotReading
+
+AnswerT = TypeVar("AnswerT")
 
 _INVALID_ARGUMENT, _NOT_FOUND, _ALREADY_EXISTS, _CAPACITY, _FENCED, _DEADLINE = 1, 2, 3, 5, 8, 9
 
@@ -100,13 +102,13 @@ class FakeShard:
         )
 
 
-class FakeSyncCall:
-    """A sync that comes to the daemon when its answer is waited for."""
+class FakeSentCall(Generic[AnswerT]):
+    """A call that comes to the daemon when its answer is waited for."""
 
-    def __init__(self, make: Callable[[], session_pb2.SyncResponse]) -> None:
+    def __init__(self, make: Callable[[], AnswerT]) -> None:
         self._make = make
 
-    def result(self) -> session_pb2.SyncResponse:
+    def result(self) -> AnswerT:
         return self._make()
 
 
@@ -192,7 +194,7 @@ class FakeDaemon:
     step_walls: list[float] = field(default_factory=list)
     can_maximize: bool = True
     can_amsgrad: bool = True
-    can_take_staged_moments: bool = True
+    can_load_in_place: bool = True
     maxima_max: int = 1 << 30  # parameters that may have one
     lease_bytes_max: int = 0  # most alive at a time since it was set to 0
     reads_privately: bool = True
@@ -212,7 +214,7 @@ class FakeDaemon:
             nvme_bytes=1 << 30,
             can_maximize=self.can_maximize,
             can_amsgrad=self.can_amsgrad,
-            can_take_staged_moments=self.can_take_staged_moments,
+            can_load_in_place=self.can_load_in_place,
         )
         return Session(
             Job(
@@ -442,6 +444,9 @@ class FakeDaemon:
     def gradient_is_final(self, shard_id: int) -> None:
         self.final_gradients.append(shard_id)
 
+    def rank_sum_ended(self, shard_id: int) -> None:
+        raise AssertionError(f"only one of several ranks has sums of its own: {shard_id}")
+
     def follow(self, call: int) -> None:
         self.followed_call = call
 
@@ -499,8 +504,10 @@ class FakeDaemon:
         self.synced = True
         return session_pb2.SyncResponse(committed_step=self.committed_step)
 
-    def begin_sync(self, request: session_pb2.SyncRequest) -> FakeSyncCall:
-        return FakeSyncCall(lambda: self.sync(request))
+    def begin_sync(
+        self, request: session_pb2.SyncRequest
+    ) -> FakeSentCall[session_pb2.SyncResponse]:
+        return FakeSentCall(lambda: self.sync(request))
 
     def _refuse_writers(self, parts: tuple[int, ...] = (PART_VALUE, PART_GRADIENT)) -> None:
         # Of a blob that is being written, others see the old bytes, or the new ones.
@@ -640,7 +647,8 @@ class FakeDaemon:
     ) -> job_pb2.CreateSnapshotResponse:
         self.calls.append("create_snapshot")
         snapshot = job_pb2.Snapshot(name=request.name, step=self.committed_step)
-        return job_pb2.CreateSnapshotResponse(snapshot=snapshot)
+        is_load = request.session_id != 0
+        return job_pb2.CreateSnapshotResponse(snapshot=snapshot, is_load=is_load)
 
     def list_snapshots(
         self, request: job_pb2.ListSnapshotsRequest
@@ -728,6 +736,11 @@ class FakeDaemon:
                 moment.view(-1)[request.element_first : request.element_first + part.numel()] = part
             shard.generation = request.generation
         return tensor_pb2.PutMomentsResponse()
+
+    def begin_put_moments(
+        self, requests: Sequence[tensor_pb2.PutMomentsRequest]
+    ) -> FakeSentCall[tensor_pb2.PutMomentsResponse]:
+        return FakeSentCall(lambda: self.put_moments(iter(requests)))
 
 
 def _in_form(

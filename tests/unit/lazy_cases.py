@@ -10,6 +10,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -295,6 +296,62 @@ class TestLazyGradients:
             its.zero_grad()
         assert_same_state(model, reference)
         assert leases_held(session) == 0
+
+    @pytest.mark.parametrize("holds", ["nobody", "a view", "a buffer of all"])
+    def test_a_change_of_what_was_assigned_counts_whoever_holds_it_then(
+        self, mlp: tuple[Mlp, Mlp], session: Session, holds: str
+    ) -> None:
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        expected = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+
+        def assign(module: Mlp) -> list[torch.Tensor]:
+            parameters = list(module.parameters())
+            buffer = torch.ones(sum(each.numel() for each in parameters))
+            parts = buffer.split([each.numel() for each in parameters])
+            given = [part.view_as(each) for part, each in zip(parts, parameters, strict=True)]
+            if holds != "a buffer of all":
+                given = [each.clone() for each in given]
+            for parameter, gradient in zip(parameters, given, strict=True):
+                parameter.grad = gradient
+            for number, gradient in enumerate(given):
+                gradient.add_(number)
+            return [given[0].view(-1)] if holds == "a view" else []
+
+        for module, its in ((model, optimizer), (reference, expected)):
+            for _ in range(2):
+                held = assign(module)
+                nn.utils.clip_grad_norm_(module.parameters(), 10.0)
+                for each in held:
+                    each.mul_(3)
+                del held
+                its.step()
+                its.zero_grad()
+        assert_same_state(model, reference)
+        assert leases_held(session) == 0
+
+    @pytest.mark.parametrize("is_changed", [False, True])
+    @pytest.mark.parametrize("buffers", [1, 2])
+    def test_memory_that_was_assigned_ends_with_its_holders_once_memd_has_the_bytes(
+        self, mlp: tuple[Mlp, Mlp], buffers: int, *, is_changed: bool
+    ) -> None:
+        weights = mlp[0].first.weight, mlp[0].second.weight
+
+        def assign() -> list[ref[torch.UntypedStorage]]:
+            memory = torch.ones(2, max(each.numel() for each in weights))
+            rows = [row if buffers == 1 else row.clone() for row in memory]
+            for weight, row in zip(weights, rows, strict=True):
+                weight.grad = row[: weight.numel()].view_as(weight)
+            if is_changed:
+                for row in rows:
+                    row.mul_(2)
+            return [ref(row.untyped_storage()) for row in rows]
+
+        storages = assign()
+        for _ in range(2):
+            for weight in weights:
+                assert torch.all(gradient_of(weight) + 0 == 1 + is_changed)
+        assert [storage() for storage in storages] == [None, None]
 
     @pytest.mark.parametrize("ends", ["p steps", "p = None"])
     def test_what_was_assigned_to_a_shared_gradient_is_the_other_parameters_too(

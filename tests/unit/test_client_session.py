@@ -16,7 +16,9 @@ from weakref import ref
 import grpc
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim.swa_utils import AveragedModel
 
 import memd_client
@@ -368,18 +370,62 @@ class TestSession:
                 optimizer.load_state_dict(state)
             assert not optimizer.state_dict()["state"][0]["step"]
 
-    def test_an_older_daemon_is_sent_moments_in_several_messages(self) -> None:
-        """It would not see that they are in a blob."""
-        with FakeDaemon(can_take_staged_moments=False).session() as session:
+    def test_an_older_daemon_is_given_no_load(self) -> None:
+        """It would leave a part of it if this process were killed."""
+        with FakeDaemon(can_load_in_place=False).session() as session:
+            model = memd_client.offload(torch.nn.Linear(4, 4, bias=False), session)
+            optimizer = memd_client.AdamW(model.parameters())
+            moments = {name: torch.rand(4, 4) for name in ("exp_avg", "exp_avg_sq")}
+            state = optimizer.state_dict()
+            state["state"] = {0: {"step": torch.tensor(3.0), **moments}}
+            with pytest.raises(memd_client.NotYet, match=r"older than this client.*update it"):
+                optimizer.load_state_dict(state)
+            assert not optimizer.state_dict()["state"][0]["step"]
+
+    def test_an_older_daemon_gets_no_masters(self, tmp_path: Path) -> None:
+        """It would not see them, and training would go on from other numbers."""
+        names = ("exp_avg", "exp_avg_sq", "master")
+        moments = {f"weight.{name}": torch.ones(2, 2) for name in names}
+        save_file({**moments, "weight.step": torch.tensor(3)}, tmp_path / "states")
+        with FakeDaemon().session() as session:
+            model = memd_client.offload(torch.nn.Linear(2, 2, bias=False).bfloat16(), session)
+            optimizer = memd_client.AdamW(model.parameters())
+            with pytest.raises(memd_client.NotYet, match=r"older than this.*or pass masters=False"):
+                memd_client.load_optimizer_safetensors(optimizer, tmp_path / "states")
+            assert not optimizer.state_dict()["state"][0]["step"]
+
+    @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+    def test_an_older_daemon_gives_no_masters(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A file without them would look like one with them."""
+        with FakeDaemon().session() as session:
+            model = memd_client.offload(torch.nn.Linear(2, 2, bias=False).bfloat16(), session)
+            optimizer = memd_client.AdamW(model.parameters())
+            with pytest.raises(memd_client.NotYet, match=r"older than this.*or pass masters=False"):
+                memd_client.save_optimizer_safetensors(optimizer, tmp_path / "states")
+            assert list(tmp_path.iterdir()) == []
+            memd_client.save_optimizer_safetensors(optimizer, tmp_path / "states", masters=False)
+            assert "weight.master" not in load_file(tmp_path / "states")
+            assert not caplog.records
+            for _ in range(2):
+                writer = memd_client.checkpoint.Writer(tmp_path / "saved")
+                save({"optimizer": optimizer.state_dict()}, storage_writer=writer)
+        told = [each.message for each in caplog.records if "fp32 values of" in each.message]
+        assert len(told) == 1
+
+    def test_a_reset_is_sent_in_several_messages(self) -> None:
+        with FakeDaemon().session() as session:
             model = memd_client.offload(torch.nn.Linear(400, 400, bias=False), session)
             optimizer = memd_client.AdamW(model.parameters())
             moments = {name: torch.rand(400, 400) for name in ("exp_avg", "exp_avg_sq")}
             state = optimizer.state_dict()
             state["state"] = {0: {"step": torch.tensor(3.0), **moments}}
             optimizer.load_state_dict(state)
-            loaded = optimizer.state_dict()["state"][0]
-            for name, moment in moments.items():
-                assert torch.equal(loaded[name], moment), name
+            optimizer.reset_state()
+            found = optimizer.state_dict()["state"][0]
+            assert not found["step"]
+            assert not any(found[name].any() for name in moments)
 
     def test_a_quota_without_room_for_maxima_makes_no_step_with_amsgrad(self) -> None:
         with FakeDaemon(maxima_max=0).session() as session:

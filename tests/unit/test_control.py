@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import pytest
+import torch
 
 import memd_client
 from memd_client.connection.control import Control
@@ -17,7 +21,8 @@ ADDRESS = "unix:///nowhere/memd.sock"
 
 
 @pytest.mark.parametrize(
-    "name", ["list_shards", "get", "begin_step", "begin_sync", "put", "drop_job"]
+    "name",
+    ["list_shards", "get", "begin_step", "begin_sync", "put", "begin_put_moments", "drop_job"],
 )
 def test_a_call_over_a_channel_that_was_renewed_meanwhile_is_one_without_a_daemon(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -38,10 +43,39 @@ def test_a_call_over_a_channel_that_was_renewed_meanwhile_is_one_without_a_daemo
         "begin_step": lambda: control.begin_step(session_pb2.StepRequest()),
         "begin_sync": lambda: control.begin_sync(session_pb2.SyncRequest()),
         "put": lambda: control.put(iter(())),
+        "begin_put_moments": lambda: control.begin_put_moments([]),
         "drop_job": lambda: control.drop_job(job_pb2.DropJobRequest()),
     }
     with pytest.raises(memd_client.DaemonUnavailable, match="closed before this call was sent"):
         calls[name]()
+
+
+@pytest.mark.parametrize("name", ["list_shards", "get", "read_snapshot", "begin_sync", "put"])
+def test_a_handled_error_of_a_call_keeps_nothing_of_its_callers(name: str) -> None:
+    """Without the garbage collector: gRPC raises the call object, whose frames refer to it."""
+    control = Control(address=ADDRESS, token="token")
+    calls: dict[str, Callable[[], Any]] = {
+        "list_shards": lambda: control.list_shards(session_pb2.ListShardsRequest()),
+        "get": lambda: list(control.get(tensor_pb2.GetRequest())),
+        "read_snapshot": lambda: list(control.read_snapshot(job_pb2.ReadSnapshotRequest())),
+        "begin_sync": lambda: control.begin_sync(session_pb2.SyncRequest()).result(),
+        "put": lambda: control.put(iter(())),
+    }
+
+    def caller() -> ref[torch.Tensor]:
+        leased = torch.ones(1)
+        with suppress(memd_client.DaemonUnavailable):
+            calls[name]()
+            pytest.fail("no daemon answers")
+        return ref(leased)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()
+        control.close()
 
 
 def test_shards_are_declared_in_as_many_calls_as_it_takes_and_listed_page_by_page(

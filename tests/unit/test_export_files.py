@@ -84,6 +84,51 @@ def test_tiles_of_one_parameter_are_one_tensor() -> None:
     assert begins[0, VALUE] == begins[1, VALUE] + 3 * 7 * 4
 
 
+def test_a_frozen_parameter_has_its_name_dtype_and_shape_in_the_model() -> None:
+    half = types_pb2.D_TYPE_BFLOAT16
+    files = planned(
+        shard("int:uint8[5,3]", shape=(8,), dtype=half),
+        shard("one:bool[]", shape=(1,), dtype=half),
+        shard("none:float8_e4m3fn[0,3]", shape=(0,), dtype=half),
+        shard("tiled[0:2]:float16[2,3]", shape=(6,), dtype=half),
+        shard("tiled[2:3]:float16[1,3]", shape=(3,), dtype=half),
+        # Others, which only look so.
+        shard("other:uint8[5,4]", shape=(8,), dtype=half),
+        shard("plain:uint8[4]", shape=(2,)),
+        shard("word:uint9[4]", shape=(2,), dtype=half),
+        shard("trained:uint8[4]", shape=(2,), dtype=half, has_moments=True),
+        shard("both", shape=(2,)),
+        shard("both:uint8[4]", shape=(2,), dtype=half),
+        shard("twice:uint8[4]", shape=(2,), dtype=half),
+        shard("twice:int8[4]", shape=(2,), dtype=half),
+    )
+    tensors = header(files["model.safetensors"])
+    found = {name: (each["dtype"], each["shape"]) for name, each in tensors.items()}
+    assert found == {
+        "int": ("U8", [5, 3]),
+        "one": ("BOOL", []),
+        "none": ("F8_E4M3", [0, 3]),
+        "tiled": ("F16", [3, 3]),
+        "other:uint8[5,4]": ("BF16", [8]),
+        "plain:uint8[4]": ("F32", [2]),
+        "word:uint9[4]": ("BF16", [2]),
+        "trained:uint8[4]": ("BF16", [2]),
+        "both": ("F32", [2]),
+        "both:uint8[4]": ("BF16", [2]),
+        "twice:uint8[4]": ("BF16", [2]),
+        "twice:int8[4]": ("BF16", [2]),
+    }
+    file = files["model.safetensors"]
+    # The job has 16 bytes of it.
+    assert file.ends[0, VALUE] == file.begins[0, VALUE] + 15
+    assert file.begins[4, VALUE] == file.begins[3, VALUE] + 12
+
+
+def test_a_dtype_that_such_files_do_not_have_is_refused() -> None:
+    with pytest.raises(Refused, match=r"no dtype for the frozen parameter 'wide'.*--format dcp"):
+        planned(shard("wide:complex128[2]", shape=(16,), dtype=types_pb2.D_TYPE_BFLOAT16))
+
+
 def test_larger_sets_are_shards_with_an_index() -> None:
     files = planned(shard("a"), shard("b"), shard("c", shape=(100,)), file_bytes_max=64)
     names = [f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)]

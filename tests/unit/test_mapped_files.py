@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from memd_client.base import mapped_files
-from memd_client.base.mapped_files import FileBytes, MappedFiles, ReadingAhead, read_once
+from memd_client.base import file_reads
+from memd_client.base.file_reads import read_once
+from memd_client.base.mapped_files import FileBytes, MappedFiles, ReadingAhead
 from memd_client.errors import DeviceError
 
 COUNT = 3 << 20
@@ -102,6 +103,19 @@ def test_a_file_of_another_name_or_inode_is_not_read(path: Path) -> None:
     assert MappedFiles().find(whole) is None
 
 
+def test_a_file_with_a_map_for_each_tensor_is_opened_once(path: Path) -> None:
+    def descriptor_count() -> int:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+    parts = [mapped(path, shared=True)[1000 * n : 1000 * (n + 1)] for n in range(8)]
+    maps, before = MappedFiles(), descriptor_count()
+    for part in parts:
+        assert torch.equal(read(maps.find(part), part), part)
+    assert descriptor_count() == before + 1
+    maps.close()
+    assert descriptor_count() == before
+
+
 def test_the_memory_of_a_device_is_not_read_from_it() -> None:
     """/dev/zero, a map of which is listed with its name, would give anything its zeros."""
     with Path("/dev/zero").open("rb") as device:
@@ -122,7 +136,7 @@ def test_a_file_that_became_shorter_is_an_error(path: Path) -> None:
 
 
 def test_a_read_works_without_the_kernels_flag(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped_files, "_RWF_DONTCACHE", 1 << 30)  # no kernel knows it
+    monkeypatch.setattr(file_reads, "_RWF_DONTCACHE", 1 << 30)  # no kernel knows it
     into = torch.empty(COUNT, dtype=torch.int32)
     file = os.open(path, os.O_RDONLY)
     try:

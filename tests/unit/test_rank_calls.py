@@ -10,7 +10,7 @@ import pytest
 
 from memd.peers import Session
 from memd.refusal import Refused, StatusCode
-from memd.service.ranks import RankCall, RankCalls, merged_step
+from memd.service.ranks import RankCall, RankCalls, merged_step, refuse_other_counts
 from memd_native import StatusError
 from memd_proto.v1 import session_pb2
 
@@ -98,7 +98,7 @@ class Caller:
         def ask(rank: int) -> None:
             try:
                 answers[rank] = self.call(rank, number, asked[rank])
-            except (Refused, StatusError) as error:
+            except Exception as error:  # noqa: BLE001 # it is the answer
                 answers[rank] = error
 
         threads = [threading.Thread(target=ask, args=[rank]) for rank in (0, 1)]
@@ -148,6 +148,12 @@ def test_a_call_that_ended_without_an_outcome_is_carried_out_when_all_repeat_it(
             assert str(answer) == "is full"
     assert caller.carried_out == [["0.1", "1.1"]] * 2
     assert caller.both(2) == ["made 2"] * 2
+
+
+def test_a_defect_of_the_call_is_raised_to_all_ranks() -> None:
+    caller = Caller()
+    caller.failures = [ValueError("a defect")]
+    assert list(map(repr, caller.both(1))) == ["ValueError('a defect')"] * 2
 
 
 def test_a_call_whose_caller_is_lost_leaves_and_takes_no_newer_one_with_it() -> None:
@@ -231,3 +237,37 @@ def test_the_step_of_all_ranks_is_the_first_ones_with_the_buffers_of_all() -> No
 def test_the_first_difference_between_ranks_is_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(Refused, match=words):
         merged_step({0: step_of(0), 1: step_of(1, **changes)}, NAMES)
+
+
+def end_of(rank: int, count: int, *, is_without_backward: bool) -> RankCall:
+    request = session_pb2.EndGradientsRequest(
+        session_id=rank + 1,
+        accumulated_count=count,
+        is_without_backward=is_without_backward,
+    )
+    return RankCall(rank=rank, session_id=rank + 1, what="ended its gradients", request=request)
+
+
+@pytest.mark.parametrize(
+    ("counts", "have_averaged", "words"),
+    [
+        ((2, 2), (True, True), ""),
+        ((2, 2), (True, False), ""),  # the last backward of a rank made no gradient
+        ((0, 0), (False, False), ""),
+        ((2, 1), (True, True), r"rank 0 of 2 \(process 7\) has made 2 .* rank 1 of 2 .* 1;"),
+        ((0, 1), (True, False), r"has made 0 in no_sync\(\), and rank 1"),
+        ((2, 2), (False, False), "every backward since the last step ran in no_sync"),
+    ],
+)
+def test_ranks_end_gradients_of_as_many_backwards_of_which_one_averages(
+    counts: tuple[int, int], have_averaged: tuple[bool, bool], words: str
+) -> None:
+    calls = {
+        rank: end_of(rank, counts[rank], is_without_backward=not have_averaged[rank])
+        for rank in (0, 1)
+    }
+    if not words:
+        refuse_other_counts(calls, NAMES)
+        return
+    with pytest.raises(Refused, match=words):
+        refuse_other_counts(calls, NAMES)

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import pytest
 
@@ -15,10 +15,10 @@ from memd_client.base.address import UnixAddress
 from memd_client.connection import reattach
 from memd_client.connection.reattach import Reattach, ReattachingControl
 from memd_client.errors import from_code
-from memd_proto.v1 import session_pb2
+from memd_proto.v1 import session_pb2, tensor_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from memd_client.connection.attach import AttachConnection
     from memd_client.connection.control import Control
@@ -387,37 +387,84 @@ class FakeSteps:
         return session_pb2.StepResponse(committed_step=request.step)
 
 
-class FakeSyncs:
-    """Syncs over a channel that is closed while the first one is under way, or before it."""
+class FakeSentCalls:
+    """Calls over a channel that is closed while the first one is under way, or before it."""
 
     def __init__(self, *, is_sent: bool) -> None:
         self._is_sent = is_sent
         self.synced: list[int] = []
+        self.put: list[int] = []
 
-    def begin_sync(self, request: session_pb2.SyncRequest) -> FakeSyncs:
+    def begin_sync(self, request: session_pb2.SyncRequest) -> FakeSentCalls:
+        return self._begin()
+
+    def begin_put_moments(self, requests: Sequence[tensor_pb2.PutMomentsRequest]) -> FakeSentCalls:
+        return self._begin()
+
+    def _begin(self) -> FakeSentCalls:
         if not self._is_sent:
             raise memd_client.DaemonUnavailable("the channel was closed before this call was sent")
         return self
 
-    def result(self) -> session_pb2.SyncResponse:
+    def result(self) -> NoReturn:
         raise memd_client.DaemonUnavailable("the daemon is gone")
 
     def sync(self, request: session_pb2.SyncRequest) -> session_pb2.SyncResponse:
         self.synced.append(request.session_id)
         return session_pb2.SyncResponse(committed_step=4)
 
+    def put_moments(
+        self, requests: Iterator[tensor_pb2.PutMomentsRequest]
+    ) -> tensor_pb2.PutMomentsResponse:
+        self.put += [request.staged_shard_id for request in requests]
+        return tensor_pb2.PutMomentsResponse()
+
 
 @pytest.mark.parametrize("is_sent", [False, True])
 def test_a_sync_without_an_answer_is_sent_again_when_that_is_waited_for(
     world: World, *, is_sent: bool
 ) -> None:
-    syncs = FakeSyncs(is_sent=is_sent)
-    control = ReattachingControl(cast("Control", syncs), world.reattach)
+    calls = FakeSentCalls(is_sent=is_sent)
+    control = ReattachingControl(cast("Control", calls), world.reattach)
     call = control.begin_sync(session_pb2.SyncRequest(session_id=SESSION))
-    assert syncs.synced == []
+    assert calls.synced == []
     world.restart()
     assert call.result().committed_step == 4
-    assert syncs.synced == [SESSION]
+    assert calls.synced == [SESSION]
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_moments_without_an_answer_are_put_again_when_that_is_waited_for(
+    world: World, *, is_sent: bool
+) -> None:
+    calls = FakeSentCalls(is_sent=is_sent)
+    control = ReattachingControl(cast("Control", calls), world.reattach)
+    requests = [tensor_pb2.PutMomentsRequest(staged_shard_id=number) for number in (5, 6)]
+    call = control.begin_put_moments(requests)
+    assert calls.put == []
+    world.restart()
+    call.result()
+    assert calls.put == [5, 6]
+
+
+def test_a_sent_call_that_was_interrupted_is_waited_for_again_and_not_sent_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = FakeSentCalls(is_sent=True)
+    control = ReattachingControl(cast("Control", calls), world.reattach)
+    call = control.begin_sync(session_pb2.SyncRequest(session_id=SESSION))
+    interrupts = [KeyboardInterrupt()]
+
+    def result() -> session_pb2.SyncResponse:
+        if interrupts:
+            raise interrupts.pop()
+        return session_pb2.SyncResponse(committed_step=7)
+
+    monkeypatch.setattr(calls, "result", result)
+    with pytest.raises(KeyboardInterrupt):
+        call.result()
+    assert call.result().committed_step == 7
+    assert calls.synced == []
 
 
 def test_a_step_that_could_not_be_sent_is_sent_when_its_answer_is_waited_for(world: World) -> None:

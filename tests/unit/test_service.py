@@ -936,8 +936,9 @@ def test_one_process_has_not_all_streams(service: Service) -> None:
         assert "this process has 8 of at most 8" in refusal_of(error).message
     session_id = other.attach().session_id
     other.put(session_id, blob("x", 4), [b"more"])
-    for call, _ in streams:
+    for call, said in streams:
         call.cancel()
+        said.put(None)  # gRPC's thread for the call waits for it
     wait_until(lambda: service.control.gate.places_taken(STREAMS) == 0)
     list(greedy.call(greedy.checks.Check, check_pb2.CheckRequest(), timeout=None))
 

@@ -57,6 +57,12 @@ def test_a_fence_is_told_once(server: FakeServer, look: Callable[[], list[str]])
     assert look() == []
 
 
+def test_a_load_that_broke_off_is_told(server: FakeServer, look: Callable[[], list[str]]) -> None:
+    server.load_notes.append("job gpt went back to what it was before")
+    assert look() == ["WARNING a load broke off: job gpt went back to what it was before"]
+    assert look() == []
+
+
 def test_shards_are_named_when_they_are_lost_or_cannot_be_read(
     server: FakeServer, look: Callable[[], list[str]]
 ) -> None:

@@ -11,24 +11,24 @@ import errno
 import mmap
 import os
 import stat
+import weakref
 from bisect import bisect_right
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from memd_client.base.file_reads import FileReads, FileRun
 from memd_client.base.interrupts import safe_point
 from memd_client.errors import DeviceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-# At once, and as much of the page cache as a file takes.
-_READ_BYTES = 16 << 20
-# linux/fs.h of 6.14: what a read brings into the page cache leaves it again.
-_RWF_DONTCACHE = 0x80
-_UNKNOWN_FLAG = frozenset((errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS))
+    _File = tuple[tuple[int, int], int, str]
+
 _PAGEMAP_ENTRY_BYTES = 8
 
 
@@ -44,29 +44,22 @@ class _Map:
     inode: int
     path: str
 
-
-def read_once(file: int, offset_bytes: int, into: memoryview) -> int:
-    """Reads as `os.preadv` does; of what that brings into the page cache, nothing stays there."""
-    try:
-        return os.preadv(file, [into], offset_bytes, _RWF_DONTCACHE)
-    except OSError as error:
-        if error.errno not in _UNKNOWN_FLAG:
-            raise
-    count = os.preadv(file, [into], offset_bytes)
-    os.posix_fadvise(file, offset_bytes, count, os.POSIX_FADV_DONTNEED)
-    return count
+    @property
+    def file(self) -> _File:
+        return self.device, self.inode, self.path
 
 
 @dataclass(frozen=True, slots=True)
 class FileBytes:
     """All bytes of a tensor, in a file that is mapped while the tensor lives."""
 
+    files: MappedFiles
     place: _Map
     offset_bytes: int
 
     def behind(self, count_bytes: int) -> FileBytes:
         """Those that come after the first `count_bytes`."""
-        return FileBytes(self.place, self.offset_bytes + count_bytes)
+        return FileBytes(self.files, self.place, self.offset_bytes + count_bytes)
 
     def read(self, into: memoryview) -> bool:
         """Fills `into`. False: the file is not to be had under its name; nothing was read.
@@ -74,44 +67,23 @@ class FileBytes:
         Raises:
             DeviceError: a read failed, or the file ends too early.
         """
-        path = self.place.path
-        try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            return False
-        try:
-            found = os.fstat(file)
-            device = (os.major(found.st_dev), os.minor(found.st_dev))
-            if (device, found.st_ino) != (self.place.device, self.place.inode):
-                return False
-            if not stat.S_ISREG(found.st_mode):  # a device's memory is not what a read of it gives
-                return False
-            done = 0
-            while done < len(into):
-                safe_point()
-                try:
-                    part = into[done : done + _READ_BYTES]
-                    count = read_once(file, self.offset_bytes + done, part)
-                except OSError as error:
-                    raise DeviceError(f"{path}: {error.strerror}", error.errno or 0) from error
-                if count == 0:
-                    raise DeviceError(
-                        f"{path} became shorter while a tensor was mapped there, and ends at byte "
-                        f"{self.offset_bytes + done} now",
-                        errno.EIO,
-                    )
-                done += count
-        finally:
-            os.close(file)
-        return True
+        return self.files.read(self, into)
 
 
 class MappedFiles:
-    """The files that this process has mapped. Ask only for tensors that are older than this object:
-    their memory can't have become another file's meanwhile."""
+    """The files that this process has mapped, for one load, which closes them. Ask only for tensors
+    that are older than this object: their memory can't have become another file's meanwhile. One
+    thread at a time."""
 
     def __init__(self) -> None:
         self._maps = _read_maps()
+        self._reads = FileReads()
+        # One descriptor a file, which may have a map for each tensor. None: it is not there under
+        # its name.
+        self._open: dict[_File, int | None] = {}
+        self._opened = ExitStack()
+        self._opened.callback(self._reads.close)
+        self._finalizer = weakref.finalize(self, self._opened.close)
 
     def find(self, tensor: torch.Tensor) -> FileBytes | None:
         """The file that has the bytes of this contiguous tensor; None: no file has them, or they
@@ -124,7 +96,67 @@ class MappedFiles:
             return None
         if place.is_private and _has_changed(begin, size_bytes):
             return None
-        return FileBytes(place, place.file_begin + begin - place.begin)
+        return FileBytes(self, place, place.file_begin + begin - place.begin)
+
+    def expect(self, upcoming: Iterable[tuple[FileBytes, int]]) -> None:
+        """So many bytes from there on are read next, in this order: the first are fetched from now
+        on. Each is looked at when its turn comes."""
+        self._reads.expect(
+            FileRun(file, source.offset_bytes, size_bytes)
+            for source, size_bytes in upcoming
+            if (file := self._file(source.place)) is not None
+        )
+
+    def read(self, source: FileBytes, into: memoryview) -> bool:
+        """As of `FileBytes`."""
+        path, file = source.place.path, self._file(source.place)
+        if file is None:
+            return False
+        done = 0
+        while done < len(into):
+            safe_point()
+            offset_bytes = source.offset_bytes + done
+            try:
+                count = self._reads.read(file, offset_bytes, into[done:])
+            except OSError as error:
+                raise DeviceError(f"{path}: {error.strerror}", error.errno or 0) from error
+            if count == 0:
+                raise DeviceError(
+                    f"{path} became shorter while a tensor was mapped there, and ends at byte "
+                    f"{offset_bytes} now",
+                    errno.EIO,
+                )
+            done += count
+        return True
+
+    def close(self) -> None:
+        """Nothing is read any more."""
+        self._finalizer()
+
+    def _file(self, place: _Map) -> int | None:
+        if place.file not in self._open:
+            file = self._open[place.file] = _opened(place)
+            if file is not None:
+                # The reads end before it is closed.
+                self._opened.callback(os.close, file)
+                self._opened.callback(self._reads.close)
+        return self._open[place.file]
+
+
+def _opened(place: _Map) -> int | None:
+    """The file that is mapped there, if its name leads to it."""
+    try:
+        file = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    found = os.fstat(file)
+    device = (os.major(found.st_dev), os.minor(found.st_dev))
+    is_it = (device, found.st_ino) == (place.device, place.inode)
+    # A device's memory is not what a read of it gives.
+    if is_it and stat.S_ISREG(found.st_mode):
+        return file
+    os.close(file)
+    return None
 
 
 class ReadingAhead:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from memd_client.base.file_reads import FileReads, FileRun
 from memd_client.base.interrupts import safe_point
 from memd_client.base.sizes import format_size
 from memd_client.checkpoints.safetensors_header import (
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 WEIGHTS_NAME = "model.safetensors"
 
 INDEX_NAME = WEIGHTS_NAME + ".index.json"
-_READ_BYTES = 8 << 20  # at once, and as much of the page cache as a file takes
 # The path is wrong, and not a device.
 _PATH_ERRORS = frozenset(
     (
@@ -55,17 +55,22 @@ class StoredBytes:
         """Fills `into` with the tensor's bytes from `begin` on."""
         self.file.read(self.tensor.begin + begin, into)
 
+    def run(self, begin: int, size_bytes: int) -> FileRun:
+        """So many of the tensor's bytes, from `begin` on."""
+        return self.file.run(self.tensor.begin + begin, size_bytes)
+
 
 class CheckpointFile:
     """One file, whose header was checked against its size. Close it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, reads: FileReads) -> None:
         """
         Raises:
             InvalidArgument: no file is there, or none of safetensors; nothing stays open.
             DeviceError: it cannot be read.
         """
         self._path = path
+        self._reads = reads
         # A pipe would block, and a shard may be one that its index names.
         self._file = _os(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, path=path)
         try:
@@ -98,6 +103,10 @@ class CheckpointFile:
         """
         self._read(self._header.data_begin + begin, into)
 
+    def run(self, begin: int, size_bytes: int) -> FileRun:
+        """So many bytes of the tensors, from `begin` on."""
+        return FileRun(self._file, self._header.data_begin + begin, size_bytes)
+
     def close(self) -> None:
         os.close(self._file)
 
@@ -105,15 +114,12 @@ class CheckpointFile:
         done = 0
         while done < len(into):
             safe_point()
-            piece = into[done : done + _READ_BYTES]
-            count = _os(os.preadv, self._file, [piece], offset + done, path=self._path)
+            count = _os(self._reads.read, self._file, offset + done, into[done:], path=self._path)
             if not count:
                 raise InvalidArgument(
                     f"{self._path} became shorter while it was read, and ends at byte "
                     f"{offset + done} now; nothing of it was loaded"
                 )
-            # Others need the page cache more: it is read once.
-            os.posix_fadvise(self._file, offset + done, count, os.POSIX_FADV_DONTNEED)
             done += count
 
 
@@ -132,6 +138,7 @@ class CheckpointFiles(AbstractContextManager["CheckpointFiles"]):
             DeviceError: a file cannot be read.
         """
         self._tensors: dict[str, StoredBytes] = {}
+        self._reads = FileReads()
         with ExitStack() as opened:
             if isinstance(paths, str | os.PathLike):
                 self._named = str(paths)
@@ -143,6 +150,7 @@ class CheckpointFiles(AbstractContextManager["CheckpointFiles"]):
                     raise InvalidArgument("load_safetensors needs a path: the list is empty")
                 for path in several:
                     self._open_file(Path(path), opened)
+            opened.callback(self._reads.close)  # before the files
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
@@ -164,6 +172,10 @@ class CheckpointFiles(AbstractContextManager["CheckpointFiles"]):
         """By name."""
         return self._tensors
 
+    def expect(self, upcoming: Iterable[FileRun]) -> None:
+        """The bytes of these files that are read next, in this order."""
+        self._reads.expect(upcoming)
+
     def _open_one(self, path: Path, opened: ExitStack) -> None:
         if path.is_dir():
             folder = path
@@ -178,7 +190,7 @@ class CheckpointFiles(AbstractContextManager["CheckpointFiles"]):
             self._open_file(path, opened)
 
     def _open_file(self, path: Path, opened: ExitStack) -> CheckpointFile:
-        file = CheckpointFile(path)
+        file = CheckpointFile(path, self._reads)
         opened.callback(file.close)
         for tensor in file.tensors:
             other = self._tensors.setdefault(tensor.name, StoredBytes(file, tensor))

@@ -7,29 +7,41 @@ import io
 import math
 import os
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, islice
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from memd_client.base.file_reads import FileReads, FileRun
 from memd_client.base.interrupts import defer_interrupts, safe_point
-from memd_client.base.mapped_files import read_once
 from memd_client.checkpoints.archived_tensor import PackedArchiveError, find_tensor, refuse_packed
 from memd_client.checkpoints.checkpoint_files import listed, os_error, os_errors
 from memd_client.checkpoints.checkpoint_folder import METADATA_NAME, CheckpointFolder
 from memd_client.checkpoints.checkpoint_metadata import METADATA_BYTES_MAX, damaged, parse_metadata
-from memd_client.connection.shard import MAXIMUM
+from memd_client.connection.shard import MASTER, MAXIMUM
 from memd_client.errors import InvalidArgument, MemdError
 from memd_client.parameters.loaded_places import replace_all
 from memd_client.parameters.model_tensors import ModelTensor
-from memd_client.transaction.loaded_moments import LoadedMoments, update_count_of
+from memd_client.transaction.loaded_moments import (
+    FittingMaster,
+    LoadedMoments,
+    moment_reads,
+    update_count_of,
+)
 from memd_client.transaction.moments import MomentTensor
 from memd_client.transaction.transaction import transaction_of
 
@@ -42,11 +54,17 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
     from memd_client.checkpoints.archived_tensor import ArchivedTensor
+    from memd_client.connection.shard import Shard
+    from memd_client.core.leases import Leases
     from memd_client.transaction.loaded_moments import MomentBytes
     from memd_client.transaction.moments import MomentSet
     from memd_client.transaction.transaction import Transaction
 
 _READ_BYTES = 8 << 20
+# An archive says in so many bytes at its beginning and at its end where its tensor is.
+_END_BYTES = 4 << 10
+# The ends of so many archives are fetched before they are looked at.
+_ARCHIVES_AHEAD = 16
 
 
 class Reader(CheckpointFolder, StorageReader):
@@ -54,7 +72,9 @@ class Reader(CheckpointFolder, StorageReader):
     an offloaded model, as `state_dict(keep_vars=True)` has them, and moments that `state_dict()` of
     memd's optimizers lists get their values in memd, together with all other tensors of the state,
     all or none. `optimizer.load_state_dict()` of the state then takes the settings of groups, and
-    moves no moments.
+    moves no moments. If the fp32 values of a bfloat16 parameter are there, as `Writer` and `memd
+    snapshot export` write them, and the state has the parameter and its moments, training goes on
+    from them.
 
     A checkpoint may come from anyone: nothing that it names is called, and values that are no
     tensors are plain data.
@@ -115,11 +135,14 @@ class Reader(CheckpointFolder, StorageReader):
         for loading in (each for found in passing.values() for each in found.values()):
             loading.read()  # to know that it can be read
         plain = [(item, files.plain_data(item)) for item in others]
-        moments = _loaded_moments(wholes, values)
         transaction = _transaction_of([each.target for each in tensors])
         if transaction is not None:
+            _add_masters(wholes, values, files)
+        moments = _loaded_moments(wholes, values, transaction)
+        if transaction is not None:
             transaction.job.settle_for("dcp.load()")
-        _replace(values, moments, transaction)
+        with closing(files.reads) as reads:
+            _replace(values, moments, wholes, transaction, reads)
         for whole, found in passing.items():
             whole.replace(_FileMoments(found))
         for item, data in plain:
@@ -147,6 +170,7 @@ class _Files:
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self._folder = folder
         self._metadata = metadata
+        self._reads = FileReads()
         self._open: dict[str, tuple[int, int]] = {}  # file and size by name
         opened = self._opened = ExitStack()
         weakref.finalize(self, opened.close)
@@ -155,6 +179,11 @@ class _Files:
     def folder(self) -> Path:
         return self._folder
 
+    @property
+    def reads(self) -> FileReads:
+        """The reads of elements, which lie one after the other."""
+        return self._reads
+
     def form(self, item: ReadItem) -> TensorStorageMetadata:
         """The whole tensor that the item is a part of."""
         found = self._metadata.state_dict_metadata.get(item.storage_index.fqn)
@@ -162,12 +191,27 @@ class _Files:
             raise damaged(self._folder, f"{item.storage_index.fqn!r} is no tensor")
         return found
 
+    def items(self, name: str) -> list[ReadItem]:
+        """The items that are the tensor of this name; empty if there is none."""
+        found = self._metadata.state_dict_metadata.get(name)
+        if not isinstance(found, TensorStorageMetadata):
+            return []
+        whole = ChunkStorageMetadata(torch.Size([0] * len(found.size)), found.size)
+        return create_read_items_for_chunk_list(name, found, [whole])
+
     def check(self, item: ReadItem) -> None:
         """
         Raises:
             InvalidArgument: its bytes are not all there.
         """
         self._view(item.storage_index)
+
+    def fetch_ends(self, item: ReadItem) -> None:
+        """Before `run` or `tensor`: the system begins to fetch what says where the elements are."""
+        view = self._view(item.storage_index)
+        for begin in (0, max(0, view.size_bytes - _END_BYTES)):
+            run = view.run(begin, min(_END_BYTES, view.size_bytes))
+            os.posix_fadvise(run.file, run.begin, run.size_bytes, os.POSIX_FADV_WILLNEED)
 
     def tensor(self, item: ReadItem) -> torch.Tensor:
         """The part of a stored tensor that the item names, in this process."""
@@ -180,7 +224,9 @@ class _Files:
         if found is None:
             return None
         begin = found.run_begin(self._part(item, found.form))
-        return _Run(view, begin, math.prod(item.lengths)) if begin is not None else None
+        if begin is None:
+            return None
+        return _Run(view, begin, math.prod(item.lengths), found.form.dtype.itemsize)
 
     def _part(self, item: ReadItem, stored: Any) -> torch.Tensor:
         """The same of `stored`, which has the item's name, is checked, and may have no bytes."""
@@ -254,14 +300,15 @@ class _Files:
                 f"{path} is truncated: {index.fqn!r} ends at byte {info.offset + info.length}, and "
                 f"the file at {size_bytes}"
             )
-        return _Slice(file, info.offset, info.length)
+        return _Slice(file, info.offset, info.length, self._reads)
 
 
 class _Slice(io.RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, file: int, begin: int, size_bytes: int) -> None:
+    def __init__(self, file: int, begin: int, size_bytes: int, reads: FileReads) -> None:
         super().__init__()
+        self._reads = reads
         self._file = file
         self._begin = begin
         self._size_bytes = size_bytes
@@ -301,6 +348,10 @@ class _Slice(io.RawIOBase):
             self._at += count
         return whole
 
+    def run(self, begin: int, size_bytes: int) -> FileRun:
+        """So many bytes from `begin` on."""
+        return FileRun(self._file, self._begin + begin, size_bytes)
+
     def fill(self, begin: int, into: memoryview) -> None:
         """Reads all of `into`, bytes of a tensor that nobody reads again soon."""
         if begin < 0 or begin + len(into) > self._size_bytes:
@@ -308,8 +359,7 @@ class _Slice(io.RawIOBase):
         done = 0
         while done < len(into):
             safe_point()
-            part = into[done : done + _READ_BYTES]
-            count = read_once(self._file, self._begin + begin + done, part)
+            count = self._reads.read(self._file, self._begin + begin + done, into[done:])
             if not count:
                 raise OSError(errno.EIO, "the file became shorter while it was read")
             done += count
@@ -322,6 +372,16 @@ class _Run:
     view: _Slice
     begin: int  # of the first, in bytes
     count: int
+    element_bytes: int
+
+    def part(self, first: int, count: int) -> _Run:
+        """So many elements from number `first` on."""
+        begin = self.begin + first * self.element_bytes
+        return _Run(self.view, begin, count, self.element_bytes)
+
+    @property
+    def in_file(self) -> FileRun:
+        return self.view.run(self.begin, self.count * self.element_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +391,8 @@ class _Loading:
     target: torch.Tensor
     files: _Files
     items: list[ReadItem] = field(default_factory=list)
+    # Once they were looked for: the runs, or None.
+    _known_runs: list[list[_Run] | None] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -356,6 +418,11 @@ class _Loading:
         for item in self.items:
             self.files.check(item)
 
+    def fetch_ends(self) -> None:
+        """As of `_Files`."""
+        for item in self.items:
+            self.files.fetch_ends(item)
+
     def read(self) -> torch.Tensor:
         """All of it, in this process."""
         if len(self.items) == 1:
@@ -374,6 +441,31 @@ class _Loading:
 
     def runs(self) -> list[_Run] | None:
         """All elements in row-major order; None: those of the files lie in another one."""
+        if not self._known_runs:
+            self._known_runs.append(self._find_runs())
+        return self._known_runs[0]
+
+    def part_runs(self, first: int, count: int) -> Iterator[_Run]:
+        """So many elements from number `first` on; nothing if `runs` is None."""
+        end, run_begin = first + count, 0
+        for run in self.runs() or ():
+            run_end = run_begin + run.count
+            if first < min(end, run_end):
+                part = run.part(first - run_begin, min(end, run_end) - first)
+                yield part
+                first += part.count
+            run_begin = run_end
+
+    def read_part(self, first: int, into: torch.Tensor) -> None:
+        """Reads the elements from number `first` on into a one-dimensional tensor of them."""
+        done = 0
+        for run in self.part_runs(first, into.numel()):
+            data = into[done : done + run.count].view(torch.uint8).numpy().data
+            with os_errors(self.files.folder):
+                run.view.fill(run.begin, data)
+            done += run.count
+
+    def _find_runs(self) -> list[_Run] | None:
         form = torch.empty(self.target.shape, dtype=self.target.dtype, device="meta")
         found: list[tuple[int, _Run]] = []
         for item in self.items:
@@ -390,27 +482,12 @@ class _Loading:
             end += run.count
         return [run for _, run in found] if end == form.numel() else None
 
-    def read_runs(self, runs: Sequence[_Run], first: int, into: torch.Tensor) -> None:
-        """Reads the elements from number `first` on into a one-dimensional tensor of them."""
-        size = into.dtype.itemsize
-        begin, end, run_begin = first, first + into.numel(), 0
-        for run in runs:
-            run_end = run_begin + run.count
-            if begin < min(end, run_end):
-                count = min(end, run_end) - begin
-                data = into[begin - first : begin - first + count].view(torch.uint8).numpy().data
-                with os_errors(self.files.folder):
-                    run.view.fill(run.begin + (begin - run_begin) * size, data)
-                begin += count
-            run_begin = run_end
-
 
 class _LoadingBytes:
     """The elements of one tensor, read where they go. `MomentBytes`."""
 
     def __init__(self, loading: _Loading) -> None:
         self._loading = loading
-        self._runs = loading.runs()
         self._whole: torch.Tensor | None = None  # if the files have them in another order
 
     @property
@@ -419,8 +496,8 @@ class _LoadingBytes:
 
     def read(self, element_first: int, into: torch.Tensor) -> None:
         """As of `MomentBytes`, in the tensor's dtype."""
-        if self._runs is not None:
-            self._loading.read_runs(self._runs, element_first, into)
+        if self._loading.runs() is not None:
+            self._loading.read_part(element_first, into)
             return
         if self._whole is None:
             self._whole = self._loading.read().view(-1)
@@ -437,10 +514,6 @@ class _FileMoments:
     def values(self) -> dict[str, torch.Tensor]:
         """By their names."""
         return {name: loading.read() for name, loading in self._loadings.items()}
-
-    def in_files(self) -> dict[str, MomentBytes]:
-        """By their names, to be read where they go."""
-        return {name: _LoadingBytes(loading) for name, loading in self._loadings.items()}
 
     def look(self, whole: MomentSet) -> dict[str, torch.Tensor]:
         """As of `MomentSource`."""
@@ -504,7 +577,9 @@ def _transaction_of(targets: Sequence[torch.Tensor]) -> Transaction | None:
 def _replace(
     loadings: Sequence[_Loading],
     moments: Sequence[LoadedMoments],
+    wholes: Mapping[MomentSet, dict[str, _Loading]],
     transaction: Transaction | None,
+    reads: FileReads,
 ) -> None:
     if transaction is None:
         for loading, value in [(each, each.read()) for each in loadings]:
@@ -519,6 +594,15 @@ def _replace(
         for target, loading in targets.values()
         for part, first in zip(target.parts, target.part_firsts, strict=True)
     ]
+    values_read = ((loading, first, part.shape.numel()) for part, loading, first in sources)
+    moments_read = (
+        (wholes[each.whole][name], first, count)
+        for each, name, first, count in moment_reads(moments)
+        if each.whole is not None
+    )
+    moments_found = (wholes[each.whole].values() for each in moments if each.whole is not None)
+    tensors = chain((loading for _, loading in targets.values()), *moments_found)
+    reads.expect(_upcoming(chain(values_read, moments_read), tensors))
     read: list[_LoadingBytes] = []  # at most one: the parts of a tensor come one after the other
 
     def fill(index: int, into: torch.Tensor) -> None:
@@ -526,8 +610,7 @@ def _replace(
         if not read or read[0].loading is not loading:
             read.clear()  # before the next holds anything
             read.append(_LoadingBytes(loading))
-        into[part.size_bytes :].zero_()
-        read[0].read(first, into[: part.size_bytes].view(part.dtype))
+        read[0].read(first, into.view(part.dtype))
         if first + part.shape.numel() == loading.target.numel():
             read.clear()
 
@@ -540,17 +623,80 @@ def _replace(
     )
 
 
+def _upcoming(
+    parts: Iterable[tuple[_Loading, int, int]], tensors: Iterable[_Loading]
+) -> Iterator[FileRun]:
+    """The bytes that reads of these parts take: so many elements of a tensor, from one on. Each is
+    looked for when the one before it was taken. `tensors`: all that have parts, in about their
+    order."""
+    later = iter(tensors)
+    seen: set[int] = set()
+    for loading, first, count in parts:
+        try:
+            if id(loading) not in seen:
+                _fetch_ends(islice(later, 1 if seen else _ARCHIVES_AHEAD))
+                seen.add(id(loading))
+            found = [run.in_file for run in loading.part_runs(first, count)]
+        except MemdError:
+            return  # the read says so
+        yield from found
+
+
+def _fetch_ends(loadings: Iterable[_Loading]) -> None:
+    for each in loadings:
+        each.fetch_ends()
+
+
+def _add_masters(
+    wholes: Mapping[MomentSet, dict[str, _Loading]], values: Iterable[_Loading], files: _Files
+) -> None:
+    """A checkpoint may have the fp32 values of bfloat16 parameters beside their moments, and no
+    state has them. Only with its value does a parameter get them."""
+    entries = (entry for each in values for entry in ModelTensor(each.target).entries)
+    replaced = {entry.shard.shard_id for entry in entries}
+    for whole, found in wholes.items():
+        shard = whole.shard
+        if whole.session_moments is None or shard.dtype != torch.bfloat16:
+            continue
+        if not replaced.issuperset(part.shard_id for part in shard.parts):
+            continue
+        items = files.items(f"{_state_name(found)}.{MASTER}")
+        if items:
+            found[MASTER] = _Loading(torch.empty(shard.shape, device="meta"), files, items)
+            found[MASTER].check()
+
+
+def _state_name(found: Mapping[str, _Loading]) -> str:
+    """The name of a parameter's state: that of any moment, without its last part."""
+    return next(iter(found.values())).name.rpartition(".")[0]
+
+
+def _in_files(
+    found: dict[str, _Loading], shard: Shard, leases: Leases | None
+) -> dict[str, MomentBytes]:
+    """By their names, to be read where they go."""
+    moments: dict[str, MomentBytes] = {name: _LoadingBytes(each) for name, each in found.items()}
+    if MASTER in moments:
+        assert leases is not None  # of a job into which a load goes
+        advice = "they are of another step than the values, or damaged"
+        moments[MASTER] = FittingMaster(moments[MASTER], shard, leases, advice=advice)
+    return moments
+
+
 def _loaded_moments(
-    wholes: Mapping[MomentSet, dict[str, _Loading]], values: Iterable[_Loading]
+    wholes: Mapping[MomentSet, dict[str, _Loading]],
+    values: Iterable[_Loading],
+    transaction: Transaction | None,
 ) -> list[LoadedMoments]:
     """Those of sessions that are not over."""
     others = {each.name: each for each in values}
+    _fetch_ends(each for each in others.values() if each.name.endswith(".step"))
     loaded = []
     for whole, found in wholes.items():
         if whole.session_moments is None:
             continue
-        first = next(iter(found.values()))
-        step = others.get(f"{first.name.rpartition('.')[0]}.step")
+        assert transaction is not None
+        step = others.get(f"{_state_name(found)}.step")
         if step is None:
             raise InvalidArgument(
                 f"the state has moments of parameter {whole.shard.name!r}, and no tensor 'step' "
@@ -561,7 +707,8 @@ def _loaded_moments(
                 shard=whole.shard,
                 update_count=update_count_of(step.read(), name=whole.shard.name),
                 has_maximum=MAXIMUM in found,
-                read=_FileMoments(found).in_files,
+                has_master=MASTER in found,
+                read=partial(_in_files, found, whole.shard, transaction.job.store.leases),
                 whole=whole,
             )
         )

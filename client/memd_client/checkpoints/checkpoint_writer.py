@@ -30,16 +30,17 @@ from memd_client.checkpoints.checkpoint_files import os_error
 from memd_client.checkpoints.checkpoint_folder import METADATA_NAME, CheckpointFolder
 from memd_client.checkpoints.partial_name import remove_abandoned
 from memd_client.checkpoints.snapshot_items import SnapshotItems
-from memd_client.checkpoints.snapshot_tensor import SnapshotTensor, staged
+from memd_client.checkpoints.snapshot_tensor import SnapshotTensor, master_beside, staged
 from memd_client.checkpoints.torch_archive import ArchiveStream, Passing
 from memd_client.checkpoints.whole_file import WholeFile, sync_folder
+from memd_client.connection.shard import MASTER, MOMENTS
 from memd_client.errors import InvalidArgument, MemdError, NotYet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
     from memd_client.base.freed_memory import PassingBytes
@@ -55,6 +56,9 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
     returns are read one after the other: at most one parameter, or the moments of one, is in this
     process. `state_dict()` of a model works too, and copies the whole model before the save begins;
     so does the model itself in the state.
+
+    The folder has the fp32 values of a bfloat16 parameter as `master` beside `exp_avg`: `Reader`
+    takes them, so that training goes on with the same bits, and plain torch asks for none.
 
     It is also the stager of `dcp.async_save`, which takes a snapshot of the job: the values are
     those of the call, nothing is copied, and training goes on. What is not in memd is copied. The
@@ -87,6 +91,8 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
         self._opened = ExitStack()
         weakref.finalize(self, self._opened.close)
         self._data: WholeFile | None = None
+        # Names of items that the plan does not have, and of those that have the same form.
+        self._masters: dict[str, str] = {}
         self._thread: threading.Thread | None = None  # that saves, or has saved
 
     def storage_meta(self) -> StorageMeta:
@@ -103,6 +109,7 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
         # A Writer may save again, and torch does not always call `reset`.
         self._opened.close()
         self._data = None
+        self._masters = {}
         self._save_id = secrets.token_hex(6)
         if not kwargs.get("use_collectives", True):
             raise NotYet("memd writes one .metadata; call dcp.save without use_collectives=False")
@@ -142,6 +149,7 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
         """The checkpoint is there when it returns."""
         defer_interrupts()
         stored = {result.index: result.storage_data for each in results for result in each}
+        self._add_masters(metadata)
         whole = replace(
             metadata,
             version=CURRENT_DCP_VERSION,
@@ -240,15 +248,14 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
     ) -> list[WriteResult]:
         results = []
         begin = 0
-        tensors = Passing("dcp.save()")
-        in_snapshot: list[tuple[WriteItem, SnapshotTensor]] = []
-        for item in items:
+        tensors = Passing("dcp.save()", with_masters=True)
+        in_snapshot: list[tuple[MetadataIndex, SnapshotTensor]] = []
+        for index, data in self._with_masters(items, planner):
             safe_point()
-            stream = ArchiveStream(file)
-            data = planner.resolve_data(item)
             if isinstance(data, SnapshotTensor):
-                in_snapshot.append((item, data))
+                in_snapshot.append((index, data))
                 continue
+            stream = ArchiveStream(file)
             if isinstance(data, torch.Tensor):
                 torch.save(tensors.ordinary(data), cast("IO[bytes]", stream))
             else:
@@ -258,12 +265,37 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
             size_bytes = stream.finish()
             passing.passed(size_bytes)
             stored = _StorageInfo(self._data_name, begin, size_bytes)
-            results.append(WriteResult(item.index, size_bytes, stored))
+            results.append(WriteResult(index, size_bytes, stored))
             begin += size_bytes
         return results + self._write_snapshot(file, in_snapshot, begin)
 
+    def _with_masters(
+        self, items: Sequence[WriteItem], planner: SavePlanner
+    ) -> Iterator[tuple[MetadataIndex, Any]]:
+        """The data of the items, and behind the first moment of a bfloat16 parameter its fp32
+        values, under the name that `Reader` looks for."""
+        names = {item.index.fqn for item in items}
+        for item in items:
+            data = planner.resolve_data(item)
+            master = master_beside(data)
+            yield item.index, data
+            del data
+            state, _, moment = item.index.fqn.rpartition(".")
+            name = f"{state}.{MASTER}"
+            if master is not None and moment == MOMENTS[0] and name not in names:
+                self._masters[name] = item.index.fqn
+                yield replace(item.index, fqn=name), master
+
+    def _add_masters(self, metadata: Metadata) -> None:
+        """They have the form of a moment, and a place beside it."""
+        forms, paths = metadata.state_dict_metadata, metadata.planner_data
+        for name, moment in self._masters.items():
+            forms[name] = forms[moment]
+            if isinstance(paths, dict) and moment in paths:
+                paths[name] = (*paths[moment][:-1], MASTER)
+
     def _write_snapshot(
-        self, file: WholeFile, tensors: Sequence[tuple[WriteItem, SnapshotTensor]], begin: int
+        self, file: WholeFile, tensors: Sequence[tuple[MetadataIndex, SnapshotTensor]], begin: int
     ) -> list[WriteResult]:
         if not tensors:
             return []
@@ -272,11 +304,11 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
         items.finish()
         return [
             WriteResult(
-                item.index,
+                index,
                 stored.size_bytes,
                 _StorageInfo(self._data_name, stored.begin, stored.size_bytes),
             )
-            for (item, _), stored in zip(tensors, items.items, strict=True)
+            for (index, _), stored in zip(tensors, items.items, strict=True)
         ]
 
     def _remove_earlier(self) -> None:

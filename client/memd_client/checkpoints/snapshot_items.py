@@ -90,6 +90,9 @@ class SnapshotItems:
             its = data[: max(size_bytes - run.offset_bytes, 0)]
             item.write(self._file, begin + run.offset_bytes, its)
 
+    def end_piece(self) -> None:
+        """See `SnapshotTaker`. Each run is in the file already."""
+
     def finish(self) -> None:
         """Once the snapshot was read."""
         for item in self._items:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from memd_client.connection.shard import MOMENTS
+from memd_client.connection.shard import MASTER, MOMENTS
 from memd_client.errors import InvalidArgument, NotYet
 from memd_client.parameters.away import ParameterBytes
 from memd_client.parameters.lazy import LazyTensor
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 _no_bytes: dict[torch.dtype, torch.Tensor] = {}
 _PARTS = dict(
     zip(
-        MOMENTS,
+        (*MOMENTS, MASTER),
         (
             job_pb2.SNAPSHOT_PART_EXP_AVG,
             job_pb2.SNAPSHOT_PART_EXP_AVG_SQ,
             job_pb2.SNAPSHOT_PART_MAX_EXP_AVG_SQ,
+            job_pb2.SNAPSHOT_PART_MASTER,
         ),
         strict=True,
     )
@@ -57,6 +58,7 @@ class SnapshotTensor(torch.Tensor):
 
     _snapshot: TemporarySnapshot
     _sources: Sequence[SnapshotSource]
+    _master: SnapshotTensor | None
 
     @staticmethod
     def of(
@@ -65,12 +67,14 @@ class SnapshotTensor(torch.Tensor):
         *,
         dtype: torch.dtype,
         shape: torch.Size,
+        master: SnapshotTensor | None = None,
     ) -> SnapshotTensor:
         if dtype not in _no_bytes:
             _no_bytes[dtype] = torch.zeros((), dtype=dtype)
         tensor = torch.Tensor._make_subclass(SnapshotTensor, _no_bytes[dtype].expand(shape))
         tensor._snapshot = snapshot
         tensor._sources = sources
+        tensor._master = master
         return tensor
 
     @property
@@ -80,6 +84,11 @@ class SnapshotTensor(torch.Tensor):
     @property
     def sources(self) -> Sequence[SnapshotSource]:
         return self._sources
+
+    @property
+    def master(self) -> SnapshotTensor | None:
+        """See `master_beside`."""
+        return self._master
 
     @classmethod
     def __torch_function__(
@@ -151,14 +160,34 @@ def staged(state: Mapping[str, Any]) -> dict[str, Any]:
         snapshot = transaction.temporary_snapshot()
         names = {each.shard_id: each.spec.name for each in transaction.job.shards.list_all()}
         for key, place in found.items():
-            tensor = tensors[key]
-            memo[key] = SnapshotTensor.of(
-                snapshot, place.sources(names), dtype=tensor.dtype, shape=tensor.shape
-            )
+            memo[key] = _in_snapshot(snapshot, place, tensors[key], names)
     for key, tensor in tensors.items():
         if key not in memo and tensor.layout is torch.strided and tensor.device.type != "meta":
             memo[key] = _ordinary(tensor)
     return copy.deepcopy(dict(state), memo)
+
+
+def master_beside(tensor: object) -> torch.Tensor | None:
+    """The fp32 values from which the training of a bfloat16 parameter goes on, if `tensor` is its
+    first moment. No state has them; a checkpoint does."""
+    if isinstance(tensor, SnapshotTensor):
+        return tensor.master
+    if not isinstance(tensor, MomentTensor) or tensor.moment != MOMENTS[0]:
+        return None
+    return MomentTensor.of(tensor.whole, MASTER) if tensor.whole.has_master else None
+
+
+def _in_snapshot(
+    snapshot: TemporarySnapshot, place: _InMemd, tensor: torch.Tensor, names: Mapping[int, str]
+) -> SnapshotTensor:
+    master = None
+    beside = master_beside(tensor)
+    if isinstance(beside, MomentTensor):
+        master = _in_snapshot(snapshot, replace(place, moment=beside), beside, names)
+    sources = place.sources(names)
+    return SnapshotTensor.of(
+        snapshot, sources, dtype=tensor.dtype, shape=tensor.shape, master=master
+    )
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

@@ -165,12 +165,14 @@ class Passing:
     """Tensors of a state as ordinary ones, of which one is held at a time, or the moments of one
     parameter."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, *, with_masters: bool = False) -> None:
         """
         Args:
             what: the call, for messages.
+            with_masters: tensors that are `MASTER` may come, each with moments of its parameter.
         """
         self._what = what
+        self._with_masters = with_masters
         self._whole: MomentSet | None = None
         self._moments: dict[str, torch.Tensor] = {}
 
@@ -193,8 +195,11 @@ class Passing:
         if tensor.whole is not self._whole:
             self._moments = {}
             tensor.whole.refuse_outdated()
-            self._moments = tensor.whole.passing_values()
-            self._whole = tensor.whole
+            whole = tensor.whole
+            self._moments = (
+                whole.passing_values_and_master() if self._with_masters else whole.passing_values()
+            )
+            self._whole = whole
         return self._moments[tensor.moment]
 
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from memd_proto.v1 import job_pb2, session_pb2, tensor_pb2
 
@@ -30,11 +30,18 @@ class StepCall(Protocol):
 
 
 class SyncCall(Protocol):
-    """A Sync call that was sent: `control.SyncCall` or `reattach.RepeatedSync`."""
+    """A Sync call that was sent: `control.SyncCall` or a `reattach.RepeatedCall`."""
 
     def result(self) -> session_pb2.SyncResponse:
-        """Waits for the answer. Once. Raises MemdError if there is none or it is an error."""
+        """Waits for the answer: once, or again after an interrupt. Raises MemdError if there is
+        none, or it is an error."""
         ...
+
+
+class PutMomentsCall(Protocol):
+    """The same of a PutMoments call."""
+
+    def result(self) -> tensor_pb2.PutMomentsResponse: ...
 
 
 class TensorCalls(Protocol):
@@ -48,6 +55,9 @@ class TensorCalls(Protocol):
     def put_moments(
         self, requests: Iterator[tensor_pb2.PutMomentsRequest]
     ) -> tensor_pb2.PutMomentsResponse: ...
+    def begin_put_moments(
+        self, requests: Sequence[tensor_pb2.PutMomentsRequest]
+    ) -> PutMomentsCall: ...
 
 
 class SnapshotReading(AbstractContextManager["SnapshotReading"], Protocol):

@@ -27,7 +27,7 @@ from memd_proto.v1 import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 AnswerT = TypeVar("AnswerT")
 
@@ -99,6 +99,7 @@ class SentCall(Generic[AnswerT]):
 
 StepCall = SentCall[session_pb2.StepResponse]
 SyncCall = SentCall[session_pb2.SyncResponse]
+PutMomentsCall = SentCall[tensor_pb2.PutMomentsResponse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +135,16 @@ class Control:
     """
 
     def __init__(
-        self, *, address: str, token: str, last_words: Callable[[], str] | None = None
+        self,
+        *,
+        address: str,
+        token: str,
+        last_words: Callable[[], str] | None = None,
+        ranks_limit_s: float = _LONG_S,
     ) -> None:
+        """`ranks_limit_s`: of calls that wait for other ranks of the job."""
         self._address = address
+        self._ranks_limit_s = ranks_limit_s
         self._last_words = last_words  # the end of a private daemon's log
         self._metadata = (("memd-token", token), *credential())
         self._lock = threading.Lock()
@@ -191,11 +199,14 @@ class Control:
     def begin_step(self, request: session_pb2.StepRequest) -> StepCall:
         """Sends the step and returns at once; the result has the answer later."""
         method = self._open().sessions.Step.future
-        return StepCall(self._invoke(method, request, _LONG_S), self._translated)
+        return StepCall(self._invoke(method, request, self._step_s(request)), self._translated)
 
     def step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse:
         """Sends the step and waits for the answer."""
-        return self._call(self._open().sessions.Step, request, _LONG_S)
+        return self._call(self._open().sessions.Step, request, self._step_s(request))
+
+    def _step_s(self, request: session_pb2.StepRequest) -> float:
+        return self._ranks_limit_s if request.rank_call.number else _LONG_S
 
     def expect_step(self, request: session_pb2.ExpectStepRequest) -> session_pb2.ExpectStepResponse:
         return self._call(self._open().sessions.ExpectStep, request, _SHORT_S)
@@ -211,14 +222,14 @@ class Control:
     def drop_gradients(
         self, request: session_pb2.DropGradientsRequest
     ) -> session_pb2.DropGradientsResponse:
-        waits_s = _LONG_S if request.rank_call.number else _SHORT_S
+        waits_s = self._ranks_limit_s if request.rank_call.number else _SHORT_S
         return self._call(self._open().sessions.DropGradients, request, waits_s)
 
     def end_gradients(
         self, request: session_pb2.EndGradientsRequest
     ) -> session_pb2.EndGradientsResponse:
         """Waits for all ranks."""
-        return self._call(self._open().sessions.EndGradients, request, _LONG_S)
+        return self._call(self._open().sessions.EndGradients, request, self._ranks_limit_s)
 
     def delete(self, request: session_pb2.DeleteRequest) -> session_pb2.DeleteResponse:
         return self._call(self._open().sessions.Delete, request, _SHORT_S)
@@ -287,6 +298,11 @@ class Control:
     ) -> tensor_pb2.PutMomentsResponse:
         return self._call(self._open().tensors.PutMoments, requests, _LONG_S)
 
+    def begin_put_moments(self, requests: Sequence[tensor_pb2.PutMomentsRequest]) -> PutMomentsCall:
+        """Sends them and returns at once; the result has the answer later."""
+        method = self._open().tensors.PutMoments.future
+        return PutMomentsCall(self._invoke(method, iter(requests), _LONG_S), self._translated)
+
     def close(self) -> None:
         with self._lock:
             channel = self._channel
@@ -325,7 +341,13 @@ class Control:
             ) from error
 
     def _translated(self, error: Any) -> Exception:
-        """`error` is a grpc.RpcError and a grpc.Call at once, which gRPC has no type for."""
+        """`error` is a grpc.RpcError and a grpc.Call at once, which gRPC has no type for.
+
+        Its traceback refers to frames of gRPC that refer to the call. This cycle would hold the
+        callers' frames, with leased tensors and moments in them, until the garbage collector runs,
+        so the traceback is dropped here.
+        """
+        error.__traceback__ = None
         message = error.details() or "the daemon gave no reason"
         for key, value in error.trailing_metadata() or ():
             if key == _ERROR_METADATA:

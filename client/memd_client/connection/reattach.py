@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from memd_client.base.interrupts import pause
 from memd_client.base.process import OwnProcess
@@ -31,15 +31,16 @@ from memd_client.errors import (
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from memd_client.base.address import UnixAddress
-    from memd_client.connection.calls import StepCall, SyncCall
+    from memd_client.connection.calls import PutMomentsCall, StepCall, SyncCall
     from memd_client.connection.control import Control
     from memd_client.connection.retry import OnReturn
     from memd_proto.v1 import job_pb2, tensor_pb2
 
 T = TypeVar("T")
+AnswerT_co = TypeVar("AnswerT_co", covariant=True)
 
 _log = logging.getLogger("memd_client")
 
@@ -175,7 +176,6 @@ class Reattach:
                     or time.monotonic() - began > self._seconds
                 ):
                     raise
-                _drop_frames(failure)
 
     def _refuse_in_forked_child(self) -> None:
         """The session is the parent's, and the lock may be held for ever in the child."""
@@ -267,7 +267,6 @@ class Reattach:
                 # connection, a thread of the daemon and descriptors.
                 if time.monotonic() >= deadline:
                     raise self._not_back(still) from failure
-                _drop_frames(still)
             pause(_LOOK_S)
 
     def _not_back(self, still: Exception) -> DaemonUnavailable:
@@ -302,17 +301,6 @@ class Reattach:
         if self._plane is None or not answer.kept:
             return answer, None
         return answer, connection.duplicate()
-
-
-def _drop_frames(failure: BaseException) -> None:
-    """A handled failure must keep nothing alive. gRPC raises the call object itself, and its
-    traceback refers back to it. This cycle holds the callers' frames, with the leased tensors in
-    them, until the garbage collector runs.
-    """
-    link: BaseException | None = failure
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
 
 
 class ReattachingControl:
@@ -356,7 +344,11 @@ class ReattachingControl:
         return self._reattach.calling(lambda: self._control.sync(request))
 
     def begin_sync(self, request: session_pb2.SyncRequest) -> SyncCall:
-        return RepeatedSync(self._control, self._reattach, request)
+        return RepeatedCall(
+            self._reattach,
+            begin=lambda: self._control.begin_sync(request),
+            again=lambda: self._control.sync(request),
+        )
 
     def drop_gradients(
         self, request: session_pb2.DropGradientsRequest
@@ -427,6 +419,13 @@ class ReattachingControl:
     ) -> tensor_pb2.PutMomentsResponse:
         return self._control.put_moments(requests)
 
+    def begin_put_moments(self, requests: Sequence[tensor_pb2.PutMomentsRequest]) -> PutMomentsCall:
+        return RepeatedCall(
+            self._reattach,
+            begin=lambda: self._control.begin_put_moments(requests),
+            again=lambda: self._control.put_moments(iter(requests)),
+        )
+
     def close(self) -> None:
         self._control.close()
 
@@ -480,27 +479,37 @@ class RepeatedStep:
             raise
 
 
-class RepeatedSync:
-    """A Sync call that is sent again if it got no answer."""
+class _Sent(Protocol[AnswerT_co]):
+    def result(self) -> AnswerT_co: ...
+
+
+class RepeatedCall(Generic[T]):
+    """A call that was sent, and is sent again if it got no answer."""
 
     def __init__(
-        self, control: Control, reattach: Reattach, request: session_pb2.SyncRequest
+        self, reattach: Reattach, *, begin: Callable[[], _Sent[T]], again: Callable[[], T]
     ) -> None:
-        self._control = control
         self._reattach = reattach
-        self._request = request
+        self._again = again
         self._epoch = reattach.epoch
-        self._call: SyncCall | None = None
+        self._call: _Sent[T] | None = None
         # Another thread may be re-attaching; `result` sends it then.
         with suppress(DaemonUnavailable):
-            self._call = control.begin_sync(request)
+            self._call = begin()
 
-    def result(self) -> session_pb2.SyncResponse:
+    def result(self) -> T:
+        """Waits for the answer: once, or again after an interrupt. Raises MemdError if there is
+        none, or it is an error."""
         return self._reattach.calling(self._answer, epoch=self._epoch)
 
-    def _answer(self) -> session_pb2.SyncResponse:
-        call, self._call = self._call, None
-        return call.result() if call is not None else self._control.sync(self._request)
+    def _answer(self) -> T:
+        if self._call is None:
+            return self._again()
+        try:
+            return self._call.result()
+        except Exception:
+            self._call = None
+            raise
 
 
 class _Answered:

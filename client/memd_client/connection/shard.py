@@ -20,6 +20,8 @@ _CPU = torch.device("cpu")
 # Adam's moments, as torch and the messages name them. The maximum is amsgrad's.
 MAXIMUM = "max_exp_avg_sq"
 MOMENTS = ("exp_avg", "exp_avg_sq", MAXIMUM)
+# The fp32 numbers of which a bfloat16 parameter's values are published, as messages name them.
+MASTER = "master"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,9 @@ import torch
 from memd_client.connection.shard import Shard, shard_spec
 from memd_client.core.first_values import OFFLOAD_PREFIX
 from memd_client.core.held_names import UNNAMED_PREFIX
+from memd_client.core.moving_moments import STAGED_PREFIX
 from memd_client.core.name_uses import NameUses
-from memd_client.core.staged_values import STAGED_PREFIX
+from memd_client.core.tied_names import TIED_PREFIX
 from memd_client.errors import InvalidArgument, UnknownName
 from memd_proto.v1 import session_pb2, types_pb2
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from memd_client.core.job import Job
 
-_OWN_PREFIXES = (STAGED_PREFIX, UNNAMED_PREFIX, OFFLOAD_PREFIX)
+_OWN_PREFIXES = (STAGED_PREFIX, UNNAMED_PREFIX, TIED_PREFIX, OFFLOAD_PREFIX)
 
 
 class Blobs:
@@ -106,6 +107,11 @@ class Blobs:
 
     def _delete(self, name: str) -> None:
         job = self._job
+        if name.startswith(TIED_PREFIX):
+            raise InvalidArgument(
+                f"job {job.name!r}: {name!r} says which names a tensor of a module has; offload() "
+                "replaces it"
+            )
         # The name must exist now: if the daemon goes away during the call, the repeated call takes
         # a missing name for one that it has deleted itself.
         if job.shards.find(name).kind != types_pb2.SHARD_KIND_BLOB:

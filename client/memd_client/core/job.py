@@ -11,10 +11,10 @@ from memd_client.connection.retry import AtOnce
 from memd_client.core.first_values import FirstValues
 from memd_client.core.held_names import HeldNames
 from memd_client.core.job_store import JobStore
+from memd_client.core.old_loads import OldLoads
 from memd_client.core.rank_gradients import RankGradients
 from memd_client.core.ranks import Ranks
 from memd_client.core.registry import ShardRegistry
-from memd_client.core.staged_values import StagedValues
 from memd_client.core.steps import Steps
 from memd_client.core.temporary_snapshots import TemporarySnapshots
 from memd_client.core.tensor_streams import TensorStreams
@@ -95,7 +95,9 @@ class Job:
             session_id=attached.session_id,
             ranks=self._ranks,
             control=control,
+            leases=leases,
             parameters=self._shards,
+            can_keep_own=attached.can_keep_rank_sums,
         )
         self._steps = Steps(
             job=name,
@@ -111,16 +113,19 @@ class Job:
             control=control,
             shards=self._shards,
             streams=self._streams,
+            retrying=retrying,
             temporary_snapshots=snapshots,
             leases=leases,
             ranks=self._ranks,
-            can_take_staged_moments=attached.can_take_staged_moments,
+            can_take_masters=attached.can_take_masters,
+            can_give_masters=attached.can_give_masters,
+            can_load_in_place=attached.can_load_in_place,
         )
-        staged = StagedValues(self._store, self._steps)
+        old_loads = OldLoads(self._store, self._steps)
 
         def list_settled() -> Iterable[types_pb2.Shard]:
             snapshots.drop_abandoned()
-            return staged.list_settled()
+            return old_loads.list_settled()
 
         self._held_names = HeldNames(
             name,
@@ -330,19 +335,16 @@ class Job:
         late = self.settle()
         if self._leases is not None:
             self._leases.devices.give_up()
-        request = session_pb2.DropGradientsRequest(
-            session_id=self._session_id,
-            shard_ids=[shard.shard_id for shard in shards],
-            rank_call=self._ranks.next_call(),
-        )
-        self._control.drop_gradients(request)
-        self._rank_gradients.begin()
+        self._rank_gradients.drop(shards)
         self._steps.refuse_late(late)
 
-    def moments(self, shard: Shard) -> tuple[int, dict[str, torch.Tensor]]:
-        """The number of updates, and the moments: fp32 copies in the shard's shape."""
+    def moments(
+        self, shard: Shard, *, with_master: bool = False
+    ) -> tuple[int, dict[str, torch.Tensor]]:
+        """The number of updates, and the moments: fp32 copies in the shard's shape. `with_master`:
+        beside them the fp32 values of a bfloat16 parameter, of a daemon that `can_give_masters`."""
         self.settle_for("state of the optimizer")
-        return self._streams.moments(shard)
+        return self._streams.moments(shard, with_master=with_master)
 
     # The session
 

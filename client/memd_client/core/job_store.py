@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from memd_client.connection.calls import ControlPlane
+    from memd_client.connection.retry import Retrying
     from memd_client.core.leases import Leases
     from memd_client.core.ranks import Ranks
     from memd_client.core.registry import ShardRegistry
@@ -32,11 +33,15 @@ class JobStore:
     control: ControlPlane
     shards: ShardRegistry
     streams: TensorStreams
+    retrying: Retrying
     temporary_snapshots: TemporarySnapshots
     leases: Leases | None  # None without shared memory
     ranks: Ranks
-    # The daemon takes moments from blobs; if not, this process sends them.
-    can_take_staged_moments: bool
+    # The daemon takes fp32 values of bfloat16 parameters.
+    can_take_masters: bool
+    can_give_masters: bool  # the daemon gives them
+    # The daemon takes the job back to the snapshot of a load that broke off.
+    can_load_in_place: bool
 
     def other_session_count(self) -> int:
         """How many other sessions are attached to the job, ranks that train it with this one not

@@ -51,8 +51,6 @@ _TIMEOUT_S = 60.0
 # torch copies larger gradients, on as many threads as it computes with. Up to this size one thread
 # that writes past the caches is as fast, and saves the cost of a tensor over the slot.
 _COPIED_BYTES_MAX = 4 << 20
-# A rank waits for those before it as long as for their calls.
-_RANK_S = 600.0
 # How often a lease that follows a step checks whether that step failed before it reached the store.
 _LOOK_S = 10.0
 
@@ -103,6 +101,7 @@ class DataPlane(ArenaPlane, Protocol):
     def forget_asked(self) -> bool: ...
     def prefetch(self, shard_id: int) -> None: ...
     def gradient_is_final(self, shard_id: int) -> None: ...
+    def rank_sum_ended(self, shard_id: int) -> None: ...
     def follow(self, call: int) -> None: ...
     def stall_group(self, name: str) -> int: ...
     def note_stall(self, phase: int, group: int, reason: int, seconds: float) -> None: ...
@@ -248,9 +247,12 @@ class Leases:
         self._refuse_other_rank(shards, mode)
         return self._ask(shards, PART_VALUE, mode)
 
-    def gradient(self, shard: Shard, mode: int = MODE_READ) -> torch.Tensor:
-        """The gradient of a parameter, in the parameter's shape and dtype."""
-        return self._ask([shard], PART_GRADIENT, mode)[0]
+    def gradient(
+        self, shard: Shard, mode: int = MODE_READ, *, part: int = PART_GRADIENT
+    ) -> torch.Tensor:
+        """The gradient of a parameter, in the parameter's shape and dtype. PART_RANK_SUM: what this
+        rank has accumulated of it, which is there from the first lease for writing on."""
+        return self._ask([shard], part, mode)[0]
 
     def overwrite_gradient(self, shard: Shard, gradient: torch.Tensor) -> None:
         """Copies `gradient`, in the parameter's shape and dtype, into the parameter's slot."""
@@ -296,7 +298,7 @@ class Leases:
                 self.gradient(shard, MODE_WRITE).add_(part)
             except DeadlineExceeded:
                 safe_point()
-                if time.monotonic() - began > _RANK_S:
+                if time.monotonic() - began > self._ranks.limit_s:
                     raise
             else:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,9 +12,13 @@ from memd_client.errors import InvalidArgument, MemdError
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 T = TypeVar("T")
+# An exchange sends a piece first: the length of a message, and as much of it as there is room for.
+_PIECE_BYTES = 512
+_LENGTH_BYTES = 8
+_LIMIT_S = 1800.0  # that of a process group for which nobody has chosen one
 
 
 class Ranks:
@@ -22,10 +27,13 @@ class Ranks:
     at a time.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, group: Any = None, *, limit_s: float = _LIMIT_S
+    ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._group = group
+        self._limit_s = limit_s
         self._call_count = 0
 
     @property
@@ -37,6 +45,11 @@ class Ranks:
         return self._world_size
 
     @property
+    def limit_s(self) -> float:
+        """How long they wait for each other, in every call."""
+        return self._limit_s
+
+    @property
     def are_several(self) -> bool:
         return self._world_size > 1
 
@@ -46,34 +59,98 @@ class Ranks:
         return self._rank == 0
 
     def next_call(self) -> session_pb2.RankCall | None:
-        """For a call to the daemon that all ranks make; None if there is one."""
+        """For a call to the daemon that all ranks make; None if there is one rank. It is the same
+        until `count_call`: a rank whose call had no outcome still meets the others in it, whichever
+        call it makes then."""
         if not self.are_several:
             return None
+        return session_pb2.RankCall(number=self._call_count + 1)
+
+    def count_call(self) -> None:
+        """The call that `next_call` names is answered or refused, or repeated until it is."""
         self._call_count += 1
-        return session_pb2.RankCall(number=self._call_count)
 
     def exchange(self, value: T, what: str) -> list[T]:
         """The values of all ranks, by rank.
 
         Raises:
+            InvalidArgument: on all ranks, another one does something else than `what`.
             MemdError: a rank has ended, or does not answer while `what`.
         """
         if not self.are_several:
             return [value]
-        values: list[Any] = [None] * self._world_size
         try:
-            torch.distributed.all_gather_object(values, value, group=self._group)
+            told = [pickle.loads(each) for each in self._gather(pickle.dumps((what, value)))]
         except RuntimeError as error:
             raise self._unanswered(what, error) from error
-        return values
+        for rank, (others, _) in enumerate(told):
+            if others != what:
+                raise InvalidArgument(
+                    f"all ranks make the same calls in the same order: rank {self._rank} came here "
+                    f"to {what}, and rank {rank} to {others}"
+                )
+        return [each for _, each in told]
 
-    def refuse_different(self, values: Mapping[str, Any], what: str) -> None:
-        """Before `what`, which all ranks do with the same `values`.
+    def _gather(self, data: bytes) -> list[bytes]:
+        """That of all ranks, by rank: one collective if each fits into a piece, which most do, and
+        two otherwise."""
+        head = self._gather_pieces(len(data).to_bytes(_LENGTH_BYTES, "little") + data, _PIECE_BYTES)
+        lengths = [int.from_bytes(piece[:_LENGTH_BYTES], "little") for piece in head]
+        begins = [piece[_LENGTH_BYTES:] for piece in head]
+        left = max(lengths) - len(begins[0])
+        ends = [b""] * self._world_size
+        if left > 0:
+            ends = self._gather_pieces(data[len(begins[0]) :], left)
+        pairs = zip(begins, ends, lengths, strict=True)
+        return [(begin + end)[:length] for begin, end, length in pairs]
+
+    def _gather_pieces(self, data: bytes, size: int) -> list[bytes]:
+        """`size` bytes of each rank, zeros where it has fewer."""
+        own = torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8)
+        pieces = [torch.empty_like(own) for _ in range(self._world_size)]
+        torch.distributed.all_gather(pieces, own, group=self._group)
+        return [piece.numpy().tobytes() for piece in pieces]
+
+    def together(self, make: Callable[[], T], what: str) -> list[T]:
+        """The results of `make`, by rank. Each rank calls its own.
+
+        Raises:
+            Exception: of `make`.
+            MemdError: on the other ranks, if it has failed on one.
+        """
+        if not self.are_several:
+            return [make()]
+        made: list[T] = []
+        failure: Exception | None = None
+        try:
+            made.append(make())
+        except Exception as error:  # noqa: BLE001 # the others are told
+            failure = error
+        try:
+            told = self.exchange((made, failure_text(failure)), what)
+            self._raise_first(failure, [text for _, text in told], what)
+        finally:
+            failure = None  # its traceback refers to this frame, and to what `make` has leased
+        return [results[0] for results, _ in told]
+
+    def refuse_different(
+        self, values: Mapping[str, Any], what: str, *, look: Callable[[], object] | None = None
+    ) -> None:
+        """Before `what`, which all ranks do with the same `values`. Each rank calls `look` before,
+        and where it raises on one, none goes on.
 
         Raises:
             InvalidArgument: on all ranks, with the first difference.
+            Exception: of `look`.
+            MemdError: on the other ranks, if it has failed on one.
         """
-        for rank, others in enumerate(self.exchange(dict(values), what)):
+
+        def described() -> dict[str, Any]:
+            if look is not None:
+                look()
+            return dict(values)
+
+        for rank, others in enumerate(self.together(described, what)):
             for name, value in values.items():
                 if others.get(name) != value:
                     raise InvalidArgument(
@@ -92,26 +169,37 @@ class Ranks:
         """The result of `make`, which the first rank calls before all others do.
 
         Raises:
-            MemdError: on every rank, if it has failed on one.
+            Exception: of `make`.
+            MemdError: on the other ranks, if it has failed on one.
         """
         if not self.are_several:
             return make()
         made: list[T] = []
-        failure: MemdError | None = None
+        failure: Exception | None = None
         texts: list[str] = []
         for is_turn in (self.is_first, not self.is_first):
             if is_turn and not any(texts):
                 try:
                     made.append(make())
-                except MemdError as error:
+                except Exception as error:  # noqa: BLE001 # the others are told
                     failure = error
-            texts = self.exchange("" if failure is None else str(failure), what)
-        if failure is not None:
-            raise failure
-        for rank, text in enumerate(texts):
-            if text:
-                raise MemdError(f"rank {rank} of {self._world_size} could not {what}: {text}")
+            texts = self.exchange(failure_text(failure), what)
+        self._raise_first(failure, texts, what)
         return made[0]
+
+    def by_one(self, rank: int, make: Callable[[], None], what: str) -> None:
+        """`rank` calls `make`, and all go on when it has.
+
+        Raises:
+            Exception: of `make`.
+            MemdError: on the other ranks, if it has failed.
+        """
+
+        def make_mine() -> None:
+            if rank == self._rank:
+                make()
+
+        self.together(make_mine, what)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
         """Into `tensor`, which is dense and on the CPU: the first rank's."""
@@ -123,15 +211,6 @@ class Ranks:
         except RuntimeError as error:
             raise self._unanswered(what, error) from error
 
-    def sum(self, tensor: torch.Tensor, what: str) -> None:
-        """Into `tensor`: the sum over ranks."""
-        if not self.are_several:
-            return
-        try:
-            torch.distributed.all_reduce(tensor, group=self._group)
-        except RuntimeError as error:
-            raise self._unanswered(what, error) from error
-
     def end(self) -> None:
         """Ends this rank's group with the others."""
         if self._group is not None and torch.distributed.is_initialized():
@@ -139,8 +218,28 @@ class Ranks:
                 torch.distributed.destroy_process_group(self._group)
         self._group = None
 
+    def _raise_first(self, own: Exception | None, texts: Sequence[str], what: str) -> None:
+        """`texts`: the failures of all ranks, of which this one's is `own`."""
+        try:
+            if own is not None:
+                raise own
+        finally:
+            own = None  # its traceback refers to this frame
+        for rank, text in enumerate(texts):
+            if text:
+                raise MemdError(f"rank {rank} of {self._world_size} could not {what}: {text}")
+
     def _unanswered(self, what: str, error: RuntimeError) -> MemdError:
         return MemdError(
             f"rank {self._rank} of {self._world_size}: another rank has ended or does not answer "
             f"while they {what}; start all ranks again, and resume from the last step: {error}"
         )
+
+
+def failure_text(failure: Exception | None) -> str:
+    """How the other ranks are told of it; "" if there is none."""
+    if failure is None:
+        return ""
+    if isinstance(failure, MemdError):
+        return str(failure)
+    return ": ".join(filter(None, (type(failure).__name__, str(failure))))

@@ -308,18 +308,24 @@ class Steps:
         self._durable_step = durable_step
 
     def is_asked_again(self, targets: Sequence[SealedTarget]) -> bool:
-        """Whether a step over `targets`, which are settled, repeats the last one: an error was
-        raised for that, and they hold only the gradients that it took. True once.
-        """
+        """Whether a step over `targets`, which are settled, `would_repeat`. True once."""
         with self._lock:
-            shard_ids = {target.shard.shard_id for target in targets}
-            again = shard_ids <= self._raised and all(
-                target.has_sealed_gradient for target in targets
-            )
+            again = self.would_repeat(targets)
             if again:
-                self._raised -= shard_ids
+                self._raised -= {target.shard.shard_id for target in targets}
             self._was_asked_again = again
             return again
+
+    def would_repeat(self, targets: Sequence[SealedTarget]) -> bool:
+        """Whether a step over `targets`, which have gradients, repeats the last one: an error was
+        raised for that, and they hold only the gradients that it took."""
+        with self._lock:
+            shard_ids = {target.shard.shard_id for target in targets}
+            return (
+                self.may_be_repeated
+                and shard_ids <= self._raised
+                and all(target.has_sealed_gradient for target in targets)
+            )
 
     @property
     def may_be_repeated(self) -> bool:

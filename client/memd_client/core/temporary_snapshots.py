@@ -13,18 +13,20 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from memd_client.base.interrupts import pause, safe_point
-from memd_client.errors import DaemonUnavailable, InUse, MemdError, UnknownName
+from memd_client.base.interrupts import pause
+from memd_client.core.snapshot_reader import SnapshotReader
+from memd_client.errors import InUse, MemdError, UnknownName
 from memd_proto.v1 import job_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-    from memd_client.connection.calls import ControlPlane, SnapshotReading
+    from memd_client.connection.calls import ControlPlane
     from memd_client.connection.retry import Retrying
+    from memd_client.core.snapshot_reader import SnapshotTaker
 
 PREFIX = "async_save/"
 # The daemon makes no other that begins so.
@@ -35,18 +37,6 @@ _LAST_READER_S = 5.0
 # Between the call and the first byte, torch plans the save.
 _PLANNING_S = 30.0
 _LOOK_S = 0.05
-
-
-class SnapshotTaker(Protocol):
-    """Takes what a snapshot has."""
-
-    def begin(self, shards: Sequence[job_pb2.SnapshotShard]) -> None:
-        """Called once, before the first run. Runs have places in this list."""
-        ...
-
-    def take(self, run: job_pb2.SnapshotRun, data: memoryview) -> None:
-        """Called once for each run of bytes, which are `data` until it returns."""
-        ...
 
 
 class _State(Enum):
@@ -154,16 +144,8 @@ class TemporarySnapshots:
                     f"job {self._job!r}: the session was closed before dcp.async_save began "
                     "to write; wait for its future before close()"
                 )
-            reading = _Reading(self._job, self._control, snapshot.name, taker)
-            until = time.monotonic() + _LAST_READER_S
-            while not reading.is_done:
-                safe_point()
-                try:
-                    self._retrying.calling(reading.go_on)
-                except InUse:
-                    if time.monotonic() > until:
-                        raise
-                    pause(_LOOK_S)
+            reader = SnapshotReader(self._job, self._control, snapshot.name, taker)
+            reader.read(self._retrying, patience_s=_LAST_READER_S)
 
     def _is_awaited(self, planned_until: float) -> bool:
         with self._lock:
@@ -220,59 +202,3 @@ class TemporarySnapshot:
             self._owner.drop(self._name)
         finally:
             self._state = _State.over
-
-
-class _Reading:
-    """One snapshot's bytes over several connections."""
-
-    def __init__(self, job: str, control: ControlPlane, name: str, taker: SnapshotTaker) -> None:
-        self._job = job
-        self._control = control
-        self._name = name
-        self._taker = taker
-        self._piece_next = 0
-        self._identity = 0
-        self._is_done = False
-
-    @property
-    def is_done(self) -> bool:
-        return self._is_done
-
-    def go_on(self) -> None:
-        """Takes the pieces that are left."""
-        request = job_pb2.ReadSnapshotRequest(
-            job=self._job,
-            name=self._name,
-            piece_first=self._piece_next,
-            identity=self._identity,
-        )
-        with self._control.read_snapshot(request) as reading:
-            self._take_shards(reading)
-            self._take_pieces(reading)
-            if self._piece_next != reading.contents.piece_count:
-                raise DaemonUnavailable("the daemon broke the reading of a snapshot off")
-        self._is_done = True
-
-    def _take_shards(self, reading: SnapshotReading) -> None:
-        shards, contents = reading.shards(), reading.contents
-        if not self._identity:
-            self._identity = contents.identity
-            self._taker.begin(shards)
-        if contents.identity != self._identity or contents.piece_first != self._piece_next:
-            raise MemdError(
-                f"job {self._job!r}: snapshot {self._name} is another one than before the "
-                "daemon restarted"
-            )
-
-    def _take_pieces(self, reading: SnapshotReading) -> None:
-        """A piece may come in several messages, and counts once all of them are here: another
-        daemon sends it again."""
-        runs: list[job_pb2.SnapshotRun] = []
-        for answer in reading.pieces():
-            safe_point()
-            runs += answer.runs
-            if answer.piece_next > self._piece_next:
-                for run in runs:
-                    self._taker.take(run, reading.bytes_of(run))
-                runs.clear()
-                self._piece_next = answer.piece_next

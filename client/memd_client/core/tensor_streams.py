@@ -9,25 +9,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memd_client.connection.shard import MOMENTS, Shard
+from memd_client.connection.shard import MASTER, MOMENTS, Shard
 from memd_client.errors import MemdError
 from memd_proto.v1 import tensor_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from memd_client.connection.calls import TensorCalls
+    from memd_client.connection.calls import PutMomentsCall, TensorCalls
     from memd_client.connection.retry import Retrying
     from memd_proto.v1 import types_pb2
 
 _CHUNK_BYTES = 1 << 20  # TensorService's largest message
-# Half a tile. Three fp32 moments take 1.5 MiB, and a gRPC message at most 4.
+# Half a tile. Three fp32 moments and masters take 2 MiB, and a gRPC message at most 4.
 _MOMENT_CHUNK_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class MomentPart:
-    """Moments of a run of elements of one parameter, after `generation` updates."""
+    """Moments of a run of elements of one parameter, after `generation` updates, and `MASTER`
+    beside them where a bfloat16 parameter gets other fp32 values."""
 
     shard_id: int
     generation: int
@@ -39,10 +40,11 @@ class MomentPart:
 @dataclass(frozen=True, slots=True)
 class StagedBlob:
     """A blob of the job, which the daemon reads: moments in the order of `MOMENTS`, of elements of
-    one tile."""
+    one tile, and `MASTER` behind them."""
 
     shard_id: int
     has_maximum: bool
+    has_master: bool = False
 
 
 class TensorStreams:
@@ -66,16 +68,18 @@ class TensorStreams:
         """A copy of the tensor stored under `name`."""
         return self._retrying.calling(lambda: self._get(name))
 
-    def moments(self, shard: Shard) -> tuple[int, dict[str, torch.Tensor]]:
+    def moments(
+        self, shard: Shard, *, with_master: bool = False
+    ) -> tuple[int, dict[str, torch.Tensor]]:
         """The number of updates, and the moments that the daemon has: fp32, in the shard's
-        shape.
+        shape. `with_master`: and `MASTER`, if it is bfloat16.
 
         Raises:
             MemdError: the parts of the shard have had different numbers of updates.
         """
         if shard.parts == (shard,):
-            return self._retrying.calling(lambda: self._moments(shard))
-        return self._moments_of_parts(shard)
+            return self._retrying.calling(lambda: self._moments(shard, with_master=with_master))
+        return self._moments_of_parts(shard, with_master=with_master)
 
     def put_moments(self, parts: Callable[[], Iterable[MomentPart]]) -> None:
         """Replaces moments and numbers of updates. They are durable when it returns, or with the
@@ -84,6 +88,15 @@ class TensorStreams:
         raised here.
         """
         self._retrying.calling(lambda: self._put_moments(parts))
+
+    def begin_put_moments(self, parts: Sequence[MomentPart]) -> PutMomentsCall:
+        """The same of parts in blobs, and returns at once. The daemon works on several parts at a
+        time, of this call and of others. The blobs are its own until `result()` of the call has
+        returned, which sends them again if the daemon restarted.
+        """
+        return self._calls.begin_put_moments(
+            [request for part in parts for request in self._moment_requests(part)]
+        )
 
     def _put_moments(self, parts: Callable[[], Iterable[MomentPart]]) -> None:
         failures: list[BaseException] = []
@@ -103,12 +116,14 @@ class TensorStreams:
                 raise failures[0] from None
             raise
 
-    def _moments_of_parts(self, shard: Shard) -> tuple[int, dict[str, torch.Tensor]]:
+    def _moments_of_parts(
+        self, shard: Shard, *, with_master: bool
+    ) -> tuple[int, dict[str, torch.Tensor]]:
         """One below the other."""
         whole: dict[str, torch.Tensor] = {}
         generations: set[int] = set()
         for part, (first, end) in zip(shard.parts, shard.part_rows(), strict=True):
-            generation, found = self.moments(part)
+            generation, found = self.moments(part, with_master=with_master)
             generations.add(generation)
             for name, moment in found.items():
                 if name not in whole:
@@ -122,14 +137,16 @@ class TensorStreams:
             )
         return generations.pop(), whole
 
-    def _moments(self, shard: Shard) -> tuple[int, dict[str, torch.Tensor]]:
+    def _moments(self, shard: Shard, *, with_master: bool) -> tuple[int, dict[str, torch.Tensor]]:
         found: dict[str, bytearray] = {}
-        request = tensor_pb2.GetMomentsRequest(session_id=self._session_id, shard_id=shard.shard_id)
+        request = tensor_pb2.GetMomentsRequest(
+            session_id=self._session_id, shard_id=shard.shard_id, with_master=with_master
+        )
         generation = 0
         for part in self._calls.get_moments(request):
             generation = part.generation
             first = 4 * part.element_first
-            for name in MOMENTS:
+            for name in (*MOMENTS, MASTER):
                 data: bytes = getattr(part, name)
                 if not data:
                     continue
@@ -172,6 +189,7 @@ class TensorStreams:
                 element_first=part.element_first,
                 staged_shard_id=part.staged.shard_id,
                 staged_has_maximum=part.staged.has_maximum,
+                staged_has_master=part.staged.has_master,
             )
             return
         chunk_bytes = 4 * _MOMENT_CHUNK_ELEMENTS

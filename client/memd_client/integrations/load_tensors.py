@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +15,17 @@ from memd_client.base.interrupts import call_user, defer_interrupts, safe_point
 from memd_client.base.mapped_files import MappedFiles
 from memd_client.checkpoints.checkpoint_files import listed
 from memd_client.errors import InvalidArgument
+from memd_client.parameters.away import ParameterBytes
+from memd_client.parameters.lazy import LazyTensor
 from memd_client.parameters.loaded_places import replace_all
 from memd_client.parameters.model_tensors import model_tensors, refuse_copies
+from memd_client.parameters.tiles import TileBytes, entries_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from memd_client.base.mapped_files import FileBytes
+    from memd_client.core.job import Job
     from memd_client.parameters.model_tensors import ModelTensor
     from memd_client.session import Session
 
@@ -55,18 +61,46 @@ def load_tensors(
         return
     pairs = _matched(model_tensors(model), tensors, what=what, strict=strict)
     refuse_copies(model, [target for target, _ in pairs])
-    files = MappedFiles()
+    job = session.transaction.job
+    pairs = [(target, _apart(value, job)) for target, value in pairs]
+    targets = [target for target, _ in pairs]
+    with closing(MappedFiles()) as files:
 
-    def fill(index: int, into: torch.Tensor) -> None:
-        safe_point()
-        target, value = pairs[index]
-        into[target.size_bytes :].zero_()
-        whole = into[: target.size_bytes]
-        source = files.find(value) if _lies_as_wanted(value, target) else None
-        if source is None or not source.read(whole.numpy().data):
-            whole.view(target.dtype).view(target.shape).copy_(value)
+        @torch.no_grad()
+        def fill(index: int, into: torch.Tensor) -> None:
+            safe_point()
+            target, value = pairs[index]
+            source = _in_file(value, target, files)
+            if source is None or not source.read(into.numpy().data):
+                into.view(target.dtype).view(target.shape).copy_(value)
 
-    replace_all([target for target, _ in pairs], fill, transaction=session.transaction, what=what)
+        files.expect(
+            (source, target.size_bytes)
+            for target, value in pairs
+            if (source := _in_file(value, target, files)) is not None
+        )
+        replace_all(targets, fill, transaction=session.transaction, what=what)
+
+
+def _in_file(value: torch.Tensor, target: ModelTensor, files: MappedFiles) -> FileBytes | None:
+    """The bytes of the target, if a file has them."""
+    return files.find(value) if _lies_as_wanted(value, target) else None
+
+
+def _apart(value: torch.Tensor, job: Job) -> torch.Tensor:
+    """One that is in `job` may be replaced before it is read: a copy of it."""
+    return value.detach().clone() if _is_in(value, job) else value
+
+
+def _is_in(value: torch.Tensor, job: Job) -> bool:
+    if not isinstance(value, LazyTensor):
+        return any(entry.job is job for entry in entries_of(value))
+    source = value.source
+    if isinstance(source, ParameterBytes):
+        return source.entry.job is job
+    if isinstance(source, TileBytes):
+        return source.tiling.transaction.job is job
+    return True  # it may be
 
 
 def _lies_as_wanted(value: torch.Tensor, target: ModelTensor) -> bool:

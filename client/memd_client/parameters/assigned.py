@@ -8,38 +8,38 @@ from typing import TYPE_CHECKING
 import torch
 
 from memd_client.errors import InvalidArgument
-from memd_client.parameters.storage_uses import USES_OF_ONE, storage_uses
+from memd_client.parameters.alias import Alias
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from memd_client.parameters.lazy import LazyTensor
 
 
 class AssignedGradient:
-    """The tensor, for as long as somebody holds its memory. The lock of the gradient's slot
-    serialises.
+    """The tensor, for as long as somebody holds its memory or has changed what memd has not taken
+    since. The lock of the gradient's slot serialises.
     """
 
     def __init__(self, gradient: torch.Tensor) -> None:
-        self._tensor = weakref.ref(gradient)
-        # A view of a flat buffer is often held by nobody, and the buffer is. A tensor that has its
-        # memory for itself is not kept: it may be large.
-        is_shared = storage_uses(gradient) > USES_OF_ONE
-        self._alias = gradient.detach() if is_shared else None
+        self._alias: Alias | None = Alias(gradient)
         self._version = gradient._version  # when memd had the same bytes last
         self._is_left = False
+        # Else its memory, which may be large, would stay until the gradient is used.
+        self._end = weakref.ref(gradient, _ended(self))
 
     @property
     def living(self) -> torch.Tensor | None:
-        """None if nobody can see it any more."""
-        if self._alias is not None and storage_uses(self._alias) == USES_OF_ONE:
-            self._alias = None
-        return self._alias if self._alias is not None else self._tensor()
+        """None if memd has its bytes and nobody can see it any more."""
+        self._let_go()
+        alias = self._alias
+        return alias.tensor if alias is not None else None
 
     @property
     def is_changed(self) -> bool:
         """Torch has counted a change since memd had the same bytes. Only while it lives."""
-        gradient = self.living
-        return gradient is not None and gradient._version != self._version
+        alias = self._alias
+        return alias is not None and alias.tensor._version != self._version
 
     @property
     def is_left(self) -> bool:
@@ -65,6 +65,20 @@ class AssignedGradient:
         found._is_left = self._is_left
         return found
 
+    def refuse_sum(self, label: str) -> None:
+        """Before several ranks add to the gradient: in torch the tensor would become the average,
+        when the last of them has.
+
+        Raises:
+            InvalidArgument: somebody can see it.
+        """
+        if self.living is not None:
+            raise InvalidArgument(
+                f"somebody holds the tensor that was assigned to the gradient of {label!r}, or has "
+                "changed it since, and with several ranks it would not show what backward adds; "
+                "assign its clone(), or let go of it"
+            )
+
     def leave(self) -> None:
         """The gradient in memd is about to change."""
         self._is_left = True
@@ -83,3 +97,22 @@ class AssignedGradient:
             gradient.copy_(value)
             self._version = gradient._version
         self._is_left = False
+
+    def _let_go(self, *, dying: int = 0) -> None:
+        """`dying`: how many of the program's tensors are about to give the memory back."""
+        alias = self._alias
+        if alias is not None and not self.is_changed and alias.is_alone(but=dying):
+            self._alias = None
+
+
+def _ended(assigned: AssignedGradient) -> Callable[[object], None]:
+    held = weakref.ref(assigned)
+
+    def let_go(end: object) -> None:
+        del end
+        found = held()
+        if found is not None:
+            # The tensor's object goes, and its memory right behind it.
+            found._let_go(dying=1)
+
+    return let_go

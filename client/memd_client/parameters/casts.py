@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memd_client.base.identity import ByIdentity
+from memd_client.device import filled_memory
 from memd_client.parameters.hole import make_without_memory
 from memd_client.parameters.lazy import NOTED_KEY, LazyTensor, noted_keys
 
@@ -47,9 +48,11 @@ _set: Any = torch._C.TensorBase.set_
 _is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def is_autocasting() -> bool:
-    """As `torch.is_autocast_enabled("cpu")`, in less than half the time: every parameter that is
-    put in place asks."""
+def is_autocasting(device: torch.device) -> bool:
+    """As `torch.is_autocast_enabled(device.type)`, on the CPU in less than half the time: every
+    parameter that is put in place asks."""
+    if device.type != "cpu":
+        return torch.is_autocast_enabled(device.type)
     return not _is_excluded(_autocast_key)
 
 
@@ -70,7 +73,7 @@ class Cast:
 
     __slots__ = (
         *("__weakref__", "_arguments", "_cast", "_dropped_bytes", "_from", "_kept", "_keywords"),
-        *("_source", "_to", "_write_count"),
+        *("_source", "_stream", "_to", "_write_count"),
     )
 
     def __init__(
@@ -90,6 +93,7 @@ class Cast:
         self._to = cast.size(), cast.stride(), cast.dtype
         self._dropped_bytes = 0  # of its storage, whose memory is freed
         self._kept: torch.Tensor | None = None
+        self._stream = filled_memory.filling_stream(cast)  # that has filled it
 
     @property
     def source(self) -> Source:
@@ -151,10 +155,18 @@ class Cast:
         storage = cast.untyped_storage()
         storage.resize_(self._dropped_bytes)
         # A tensor of its own: a change would count in the version of the cast.
-        torch.empty(0, dtype=dtype).set_(storage, 0, size, stride).copy_(
+        torch.empty(0, dtype=dtype, device=cast.device).set_(storage, 0, size, stride).copy_(
             value.as_strided(*self._from)
         )
         self._dropped_bytes = 0
+        self._stream = filled_memory.filling_stream(cast)
+
+    def join(self) -> None:
+        """A use of the parameter begins, perhaps on another stream than the one that has filled the
+        cast. The program orders only what it knows of: the first use, which has made the cast."""
+        cast = self._cast()
+        if cast is not None and self._stream is not None and not self._dropped_bytes:
+            filled_memory.join_stream(cast, self._stream)
 
     def hand_back(self, read: Callable[[], torch.Tensor] | None) -> None:
         """Before the value changes, which `read` returns; after a change in place it is None. What
@@ -197,6 +209,7 @@ class Casts:
         # A tensor with the key, which a parameter takes from it together with the bytes. torch has
         # no other way to give a key to a tensor that has bytes.
         self._carrier: torch.Tensor | None = None
+        self._empty: torch.Tensor | None = None
 
     def put_in_place(self, parameter: torch.Tensor, lease: torch.Tensor) -> None:
         """As `parameter.data = lease`; from now on casts of `parameter` are noted."""
@@ -204,12 +217,15 @@ class Casts:
         if carrier is None:
             # It outlives an inference mode in which it may be made.
             with torch.inference_mode(False):
-                carrier = self._carrier = make_without_memory(lease.shape, lease.dtype, noted_keys)
+                carrier = self._carrier = make_without_memory(
+                    lease.shape, lease.dtype, noted_keys, lease.device
+                )
+                self._empty = torch.empty(0, dtype=lease.dtype, device=lease.device)
         _sources[lease.untyped_storage()] = self
         _set(carrier, lease)
         with torch._C._ExcludeDispatchKeyGuard(noted_keys):  # no kernel for this
             _data.__set__(parameter, carrier)
-        _set(carrier)
+        _set(carrier, self._empty)
 
     def note(self, value: torch.Tensor, cast: torch.Tensor, arguments: Any, keywords: Any) -> None:
         source = self._source()
@@ -226,6 +242,11 @@ class Casts:
     def refill(self, value: torch.Tensor) -> None:
         for cast in self._living():
             cast.refill(value)
+            cast.join()
+
+    def join(self) -> None:
+        for cast in self._living():
+            cast.join()
 
     def hand_back(self, read: Callable[[], torch.Tensor] | None) -> None:
         for cast in self._living():
@@ -279,7 +300,7 @@ def _is_plain_cast(value: torch.Tensor, cast: torch.Tensor) -> bool:
     return (
         type(cast) is torch.Tensor
         and type(value) is not LazyTensor
-        and cast.is_cpu
+        and cast.device == value.device
         and cast.is_floating_point()
         and cast.dtype != value.dtype
         and cast.numel() > 0

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from memd_client.connection.shard import Shard
     from memd_client.core.job import Job
-    from memd_client.core.parameter_leases import ParameterLeases
+    from memd_client.core.parameter_leases import GradientLeases
 
     Groups = list[session_pb2.StepGroup]
 
@@ -42,7 +42,7 @@ class EarlyUpdates:
             "with step_in_backward=False"
         )
 
-    def gradient_is_final(self, job: Job, shard: Shard, leases: ParameterLeases) -> None:
+    def gradient_is_final(self, job: Job, shard: Shard, leases: GradientLeases) -> None:
         """The gradient is in memd, its lease has ended, and no other follows before the step."""
         with self._lock:
             if self._is_due or self._told_epoch != job.return_count:

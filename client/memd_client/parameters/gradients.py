@@ -11,6 +11,7 @@ import torch
 
 from memd_client.core.leases import MODE_READ, MODE_WRITE
 from memd_client.errors import InvalidArgument, MemdError
+from memd_client.parameters import changes_of_ranks
 from memd_client.parameters.assigned import AssignedGradient
 from memd_client.parameters.lazy import LazyTensor
 from memd_client.parameters.shared_gradient import SharedGradient
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 
     from memd_client.connection.shard import Shard
     from memd_client.core.job import Job
-    from memd_client.core.parameter_leases import ParameterLeases
-    from memd_client.core.ranks import Ranks
+    from memd_client.core.parameter_leases import GradientLeases
 
 
 class GradientBytes:
@@ -34,6 +34,7 @@ class GradientBytes:
         # None once there is a copy: a gradient that is kept must not keep the session.
         self._slot: tuple[GradientSlot, Job] | None = slot, job
         self._copy: torch.Tensor | None = None
+        self._is_lost = False  # it was void, or the ranks' differed, when it ended
         self._is_copy_changed = False  # torch counts no change that is made below autograd
         self._pinned: torch.Tensor | None = None
 
@@ -70,7 +71,7 @@ class GradientBytes:
     @property
     def has_ended(self) -> bool:
         """See `lazy.Source`."""
-        return self._copy is not None
+        return self._copy is not None or self._is_lost
 
     @property
     def is_pinned(self) -> bool:
@@ -81,9 +82,19 @@ class GradientBytes:
         """The gradient that they are; None once that has ended."""
         return self._slot[0] if self._slot is not None else None
 
+    @property
+    def job(self) -> Job | None:
+        """The job that has it; None once that has ended."""
+        return self._slot[1] if self._slot is not None else None
+
     @contextmanager
     def using(self, *, writes: bool) -> Iterator[torch.Tensor]:
         """See `lazy.Source`."""
+        slot = self._slot
+        if writes and slot is not None and slot[1].rank_gradients.shares(self._shard):
+            with changes_of_ranks.changing(*slot) as value:
+                yield value
+            return
         yield self._bytes(writes=writes)
         slot = self._slot
         if writes and slot is not None:
@@ -91,15 +102,25 @@ class GradientBytes:
 
     def memory(self) -> torch.Tensor:
         """See `lazy.Source`."""
+        self._refuse_memory()
         return self._bytes(writes=True)
 
     def pin(self) -> None:
         """See `lazy.Source`."""
+        self._refuse_memory()
         self._pinned = self._bytes(writes=True)
+
+    def _refuse_memory(self) -> None:
+        if self._slot is not None:
+            self._slot[1].rank_gradients.refuse_alone(
+                self._shard, "the memory of p.grad itself", "take that of p.grad.clone()"
+            )
 
     def keep_copy(self) -> None:
         """The gradient in the slot ends."""
-        self._copy = self._bytes(writes=False).clone()
+        self._is_lost = self._slot is not None and self._slot[1].rank_gradients.has_failed
+        if not self._is_lost:
+            self._copy = self._bytes(writes=False).clone()
         self._is_copy_changed = False
         self._slot = self._pinned = None
 
@@ -111,14 +132,21 @@ class GradientBytes:
     def _bytes(self, *, writes: bool) -> torch.Tensor:
         slot = self._slot
         if slot is not None:
-            if writes:
-                slot[1].rank_gradients.refuse_change(self._shard, "an operation on p.grad")
             with ExitStack() as held:
                 slot[0].hold_still(held)
                 if self._copy is None:
+                    if self._shard.is_on_device:
+                        # As in torch, the operation comes after all that is queued: a GradScaler
+                        # copies its numbers to where gradients are, and waits for nothing.
+                        torch.accelerator.current_stream(self._shard.device).synchronize()
                     leases = slot[1].leases_of(self._shard)
                     slot[0].follow_assigned(leases, changes=writes)
                     return slot[0].tensor(leases) if writes else slot[0].read(leases)
+        if self._is_lost:
+            raise InvalidArgument(
+                f"{self.name} was no average of all ranks when it was dropped, so nothing is kept "
+                "of it; take p.grad of the next backward"
+            )
         assert self._copy is not None
         self._is_copy_changed |= writes
         return self._copy
@@ -188,9 +216,9 @@ class GradientSlot:
         held.enter_context(self._lock)
 
     @torch.no_grad()
-    def accumulate(self, gradient: torch.Tensor, leases: ParameterLeases) -> None:
+    def accumulate(self, gradient: torch.Tensor, leases: GradientLeases) -> None:
         """Adds `gradient` in its dtype, as torch adds to `p.grad`."""
-        self._check(gradient)
+        self.check(gradient)
         if gradient.requires_grad:
             raise InvalidArgument(
                 f"the gradient of {self._shard.label!r} has a graph of its own, which memd does "
@@ -200,17 +228,21 @@ class GradientSlot:
         with self._lock:
             is_first = not self.has_come
             if self._job.ranks.are_several:
+                if self._assigned is not None:
+                    self._assigned.refuse_sum(self._shard.label)
+                self._job.rank_gradients.add(self._shard, gradient, is_first=not self._present)
                 if self._present:
-                    self._job.rank_gradients.refuse_second(self._shard)
-                _add_part(self._shard, gradient, leases, self._job.ranks)
-                self._present = True
+                    self.prepare_change(leases)
+                else:
+                    self.note_sum()
             elif self._present and self._shard.is_on_device:
-                self._prepare_change(leases)
+                self.prepare_change(leases)
                 if self._storage is not None and self._storage() is not None:
                     # Somebody holds the memory, and sees the sum there.
                     self._leased(leases).add_(gradient.cpu())
                 else:
                     leases.add_gradient(self._shard, gradient)
+                self.show_in_assigned(leases)
             elif self._present:
                 self.change(leases).add_(gradient)
                 self.show_in_assigned(leases)
@@ -220,14 +252,19 @@ class GradientSlot:
             leases.gradient_order.came(self, is_first=is_first)
 
     def note_sum(self) -> None:
-        """Other ranks have made the gradient, and this one has not."""
-        self._present = True
+        """There is a gradient of this rank, or of others."""
+        self._present, self._is_unscaled = True, False
 
     @torch.no_grad()
-    def replace(self, gradient: torch.Tensor, leases: ParameterLeases) -> None:
+    def replace(self, gradient: torch.Tensor, leases: GradientLeases) -> None:
         """For `p.grad = gradient`."""
-        self._check(gradient)
-        self._job.rank_gradients.refuse_change(self._shard, "p.grad = ...")
+        if self._job.ranks.are_several:
+            changes_of_ranks.replace(self, self._job, gradient)
+            is_plain = type(gradient) is torch.Tensor and not gradient.is_inference()
+            self._assigned = AssignedGradient(gradient) if is_plain else None
+            self._taken = False
+            return
+        self.check(gradient)
         source = _source_of(gradient)
         with self._lock:
             if source is self:
@@ -239,9 +276,9 @@ class GradientSlot:
                 assert isinstance(gradient, LazyTensor)
                 shared = source.share()
                 assigned = source.assigned_under(gradient)
-            self._end_shown()
+            self.end_shown()
             self._assigned = None
-            self._overwrite(gradient, leases)
+            self._overwrite(_at_rest(gradient), leases)
             self._taken = False
             if shared is not None:
                 shared.join(self)
@@ -259,7 +296,7 @@ class GradientSlot:
             )
 
     @torch.no_grad()
-    def follow_assigned(self, leases: ParameterLeases, *, changes: bool = False) -> None:
+    def follow_assigned(self, leases: GradientLeases, *, changes: bool = False) -> None:
         """Before the gradient is used: takes what was changed in the tensor that was assigned.
 
         Raises:
@@ -274,6 +311,12 @@ class GradientSlot:
                 self._assigned = None
                 return
             if found.is_changed:
+                if self._job.ranks.are_several:
+                    raise InvalidArgument(
+                        f"the tensor that was assigned to the gradient of {self._shard.label!r} "
+                        "has changed since, on this rank at least; change p.grad, or assign the "
+                        "tensor again, on all ranks"
+                    )
                 if found.is_left:
                     raise MemdError(
                         f"the gradient of {self._shard.label!r} and the tensor that was assigned "
@@ -282,22 +325,28 @@ class GradientSlot:
                     )
                 self._begin_change()
                 found.note_taken()
-                leases.overwrite_gradient(self._shard, gradient)
+                leases.overwrite_gradient(self._shard, _at_rest(gradient))
             if changes:
                 found.leave()
 
-    def show_in_assigned(self, leases: ParameterLeases) -> None:
+    def show_in_assigned(self, leases: GradientLeases) -> None:
         """The gradient has changed: the tensor that was assigned has the same value."""
         with self._lock:
-            if self._assigned is not None and self._present:
-                self._assigned.show(self._leased(leases))
+            if self._assigned is None or not self._present:
+                return
+            # Other ranks may show it too.
+            is_read = self._job.rank_gradients.shares(self._shard)
+            self._assigned.show(self.read(leases) if is_read else self._leased(leases))
 
     @torch.no_grad()
     def set_to_zero(self) -> None:
         """As torch's `zero_grad(set_to_none=False)`: a gradient that was never computed stays
         away."""
-        if self.present or self._taken:
-            self._job.rank_gradients.refuse_change(self._shard, "zero_grad(set_to_none=False)")
+        is_shared = self._job.rank_gradients.shares(self._shard)
+        if is_shared and (self.present or self._taken):
+            self._job.rank_gradients.refuse_alone(
+                self._shard, "zero_grad(set_to_none=False)", "let zero_grad() set it to None"
+            )
         with self._lock:
             if self._present:
                 leases = self._job.gradient_leases_of(self._shard)
@@ -318,7 +367,7 @@ class GradientSlot:
                 self._overwrite(torch.zeros(self._shard.shape, dtype=self._shard.dtype), leases)
                 self._is_zero = True
 
-    def unscale(self, scale: torch.Tensor, leases: ParameterLeases) -> None:
+    def unscale(self, scale: torch.Tensor, leases: GradientLeases) -> None:
         """Divides it by `scale`, unless that was done since it came."""
         with self._lock:
             if not self._is_unscaled:
@@ -337,7 +386,7 @@ class GradientSlot:
                 self._shared.refuse_change(self)
 
     @torch.no_grad()
-    def multiply(self, factor: torch.Tensor, leases: ParameterLeases) -> None:
+    def multiply(self, factor: torch.Tensor, leases: GradientLeases) -> None:
         with self._lock:
             self.change(leases).mul_(factor)
             self.show_in_assigned(leases)
@@ -359,12 +408,12 @@ class GradientSlot:
         """Whether `tensor` is what `p.grad` returns."""
         return self.present and self._shown is not None and self._shown() is tensor
 
-    def change(self, leases: ParameterLeases) -> torch.Tensor:
+    def change(self, leases: GradientLeases) -> torch.Tensor:
         """As `tensor`, to change in place what `p.grad` shows."""
-        self._prepare_change(leases)
+        self.prepare_change(leases)
         return self.tensor(leases)
 
-    def _prepare_change(self, leases: ParameterLeases) -> None:
+    def prepare_change(self, leases: GradientLeases) -> None:
         """Before what `p.grad` shows is changed in place."""
         self._begin_change()
         self.follow_assigned(leases, changes=True)
@@ -372,7 +421,7 @@ class GradientSlot:
         if shown is not None:
             shown.note_change()
 
-    def tensor(self, leases: ParameterLeases) -> torch.Tensor:
+    def tensor(self, leases: GradientLeases) -> torch.Tensor:
         """The gradient itself, to be changed. Only while `present`."""
         with self._lock:
             # First: a caller that keeps the error must not keep a lease with it.
@@ -418,7 +467,7 @@ class GradientSlot:
         if shared is not None:
             shared.leave(self)
 
-    def _leased(self, leases: ParameterLeases) -> torch.Tensor:
+    def _leased(self, leases: GradientLeases) -> torch.Tensor:
         """The gradient itself, under a lease for writing."""
         with self._lock:
             self.put_zeros()
@@ -427,13 +476,19 @@ class GradientSlot:
                 flat = torch.empty(0, dtype=self._shard.dtype).set_(storage)
                 # detach(): a view would keep the tensor that it is a view of.
                 return flat[: self._shard.element_count].view(self._shard.shape).detach()
-            lease = leases.gradient(self._shard, MODE_WRITE)
+            if self._job.rank_gradients.has_own(self._shard):
+                lease = self._job.rank_gradients.own_sum(self._shard, MODE_WRITE)
+            else:
+                lease = leases.gradient(self._shard, MODE_WRITE)
             self._storage = weakref.ref(lease.untyped_storage())
             return lease
 
-    def read(self, leases: ParameterLeases) -> torch.Tensor:
+    def read(self, leases: GradientLeases) -> torch.Tensor:
         """The gradient for reading, by many at a time. Only while `present`."""
-        self._job.rank_gradients.complete("p.grad is read")
+        if self._job.rank_gradients.has_own(self._shard):
+            self.follow_assigned(leases)
+            return self._job.rank_gradients.own_sum(self._shard)
+        self._job.rank_gradients.complete("p.grad is read", reads=True)
         with self._lock:
             self.put_zeros()
             self.follow_assigned(leases)
@@ -464,8 +519,8 @@ class GradientSlot:
 
     def drop(self, what: str) -> bool:
         """The user drops it, by `what`. Returns whether there was one."""
-        if self._present and what == "p.grad = None":
-            self._job.rank_gradients.refuse_change(self._shard, what)
+        if self._present and what == "p.grad = None" and self._job.ranks.are_several:
+            changes_of_ranks.drop(self, self._job)
         with self._lock:
             if self._present:
                 self.refuse_if_in_use(what)
@@ -486,7 +541,7 @@ class GradientSlot:
             self.forget()
             self._taken = True
 
-    def _end_shown(self) -> None:
+    def end_shown(self) -> None:
         """Somebody may hold what `p.grad` returned, or a view of it: that keeps the value."""
         if self._bytes is not None:
             with self._lock:
@@ -499,7 +554,7 @@ class GradientSlot:
     def forget(self) -> None:
         """There is none any more."""
         with self._lock:
-            self._end_shown()
+            self.end_shown()
             self._present = self._are_zeros_due = self._is_zero = False
             self._assigned = None
 
@@ -512,14 +567,19 @@ class GradientSlot:
             found.return_to(self, self._job)
         self._present = True
         self._taken = self._are_zeros_due = False
+        self._job.rank_gradients.note_return()
 
-    def _overwrite(self, gradient: torch.Tensor, leases: ParameterLeases) -> None:
+    def _overwrite(self, gradient: torch.Tensor, leases: GradientLeases) -> None:
         self._leave_shared()
         leases.overwrite_gradient(self._shard, gradient)
         self._present, self._are_zeros_due = True, False
         self._is_unscaled = self._is_zero = False
 
-    def _check(self, gradient: torch.Tensor) -> None:
+    def check(self, gradient: torch.Tensor) -> None:
+        """
+        Raises:
+            InvalidArgument: it cannot be this parameter's.
+        """
         if gradient.layout is not torch.strided:
             raise InvalidArgument(
                 f"the gradient of {self._shard.label!r} is sparse; memd takes dense gradients: "
@@ -531,15 +591,16 @@ class GradientSlot:
                 f"parameter: {list(gradient.shape)} {gradient.dtype}, {list(self._shard.shape)} "
                 f"{self._shard.dtype}"
             )
+        if gradient.device.type != "cpu" and gradient.device != self._shard.device:
+            raise InvalidArgument(
+                f"the gradient of {self._shard.label!r} is neither on the parameter's device nor "
+                f"in host memory: {gradient.device}, {self._shard.device}"
+            )
 
 
-def _add_part(shard: Shard, gradient: torch.Tensor, leases: ParameterLeases, ranks: Ranks) -> None:
-    """This rank's part in the average. The daemon lets ranks add in their order."""
-    part = gradient * (1.0 / ranks.world_size)  # in its dtype, as DistributedDataParallel does
-    if ranks.is_first:
-        leases.overwrite_gradient(shard, part)
-    else:
-        leases.add_gradient(shard, part)
+def _at_rest(gradient: torch.Tensor) -> torch.Tensor:
+    """The program may change an assigned tensor while its bytes are on their way from a device."""
+    return gradient.clone() if gradient.device.type != "cpu" else gradient
 
 
 def _source_of(gradient: torch.Tensor) -> GradientSlot | None:

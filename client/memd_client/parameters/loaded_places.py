@@ -1,7 +1,8 @@
-"""The places of what one load brings: values and moments go there from memd, all or none."""
+"""The places of what one load brings: values and moments go there, all or none."""
 
 from __future__ import annotations
 
+from functools import partial
 from traceback import clear_frames
 from typing import TYPE_CHECKING
 
@@ -9,20 +10,22 @@ import torch
 
 from memd_client.base.freed_memory import passing_bytes
 from memd_client.base.overlaps import overlaps_itself
-from memd_client.core.staged_values import StagedValue, StagedValues, staged_name
-from memd_client.errors import InvalidArgument, MemdError, retold
+from memd_client.core.load import Load, older_daemon, refuse_company
+from memd_client.errors import InvalidArgument
 from memd_client.transaction.buffers import ModuleBuffers
 from memd_client.transaction.loaded_moments import MomentPieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from memd_client.base.freed_memory import PassingBytes
     from memd_client.connection.shard import Shard
     from memd_client.core.job import Job
-    from memd_client.core.staged_values import Taking
     from memd_client.parameters.model_tensors import ModelTensor
     from memd_client.transaction.loaded_moments import LoadedMoments
     from memd_client.transaction.transaction import Transaction
+
+    Fill = Callable[[torch.Tensor], None]
 
 
 def replace_all(
@@ -37,8 +40,8 @@ def replace_all(
     durable. State_dicts that somebody holds keep the moments that they have.
 
     Args:
-        fill: writes those of number `index` into a tensor of `stored_bytes` bytes. If it raises,
-            nothing has changed.
+        fill: writes those of number `index` into a tensor of `size_bytes` bytes, which may be the
+            job's own. If it raises, nothing has changed.
         what: the call, for messages.
 
     Raises:
@@ -46,45 +49,59 @@ def replace_all(
             be written; the job has other sessions. Nothing has changed.
         CapacityError: the job's disk quota does not hold the new state beside the old one. Nothing
             has changed.
-        MemdError: nothing has changed; or the message says that the new state may count and is not
-            all in place.
+        MemdError: nothing has changed; or the message says that this session may have old values
+            and new ones, and what the job has then.
     """
+    job = transaction.job
+    _ = job.unordered_leases  # refuses a session without shared memory
     parts = _Parts(targets, fill)
-    targets = parts.targets
-    _refuse_unwritable(targets)
-    places = _Places(transaction, targets, what=what)
-    stored = [index for index, target in enumerate(targets) if target.size_bytes]
-    values = [
-        StagedValue(
-            staged_name(number), targets[index].stored_bytes, places.shard_id(targets[index])
-        )
-        for number, index in enumerate(stored)
-    ]
-    pieces = MomentPieces(moments, first_index=len(values))
-    staged = StagedValues(transaction.job.store, transaction.job.steps)
+    _refuse_unwritable(parts.targets)
+    places = _Places(transaction, parts.targets, what=what)
+    pieces = MomentPieces(moments)
+    if not job.store.can_load_in_place:
+        raise older_daemon(job.name)
+    refuse_company(job.store)
+    load = Load(job.store, job.steps)
+    with passing_bytes() as passing:
+        try:
+            create = partial(transaction.snapshot, is_own=True, session_id=job.session_id)
+            with load.all_or_none(create, transaction.watch):
+                load.prepare(
+                    places.staged_bytes,
+                    pieces.pieces,
+                    maxima_bytes=_maxima_bytes(moments, transaction),
+                )
+                transaction.moments.read_of(
+                    [each.shard for each in moments],
+                    besides={each.whole for each in moments if each.whole is not None},
+                )
+                places.fill(load, _passing(parts.fill, passing))
+                load.put(pieces.pieces, _passing(pieces.fill, passing))
+                load.put_zeros(pieces.zeros)
+        except BaseException:
+            places.forget()
+            raise
+        try:
+            places.show(load)
+            _tell(moments, transaction)
+        except BaseException as error:
+            clear_frames(error.__traceback__)  # a lease ends
+            load.tell_unfinished(error, error, transaction.watch)
+            raise
+        finally:
+            load.forget()
 
-    def fill_staged(number: int, data: torch.Tensor) -> None:
-        if number < len(stored):
-            parts.fill(stored[number], data)
-        else:
-            pieces.fill(number - len(stored), data)
+
+def _passing(
+    fill: Callable[[int, torch.Tensor], None], passing: PassingBytes
+) -> Callable[[int, torch.Tensor], None]:
+    """`fill`, which counts what it has written."""
+
+    def counted(number: int, data: torch.Tensor) -> None:
+        fill(number, data)
         passing.passed(data.nbytes)
 
-    def take(value: StagedValue, shard: Shard | None, data: torch.Tensor) -> None:
-        places.take(value, shard, data, staged)
-
-    whole = [*values, *pieces.staged]
-    with passing_bytes() as passing, staged.turn(take, whole):
-        staged.refuse_company()
-        staged.stage(whole, fill_staged, maxima_bytes=_maxima_bytes(moments, transaction))
-        places.expect(values, [targets[index] for index in stored])
-        transaction.moments.read_of(
-            [each.shard for each in moments],
-            besides={each.whole for each in moments if each.whole is not None},
-        )
-        staged.refuse_company()  # who came meanwhile; who comes later waits for the turn
-        _put_in_place(whole, take, staged, transaction)
-        _tell(moments, transaction)
+    return counted
 
 
 def _maxima_bytes(moments: Sequence[LoadedMoments], transaction: Transaction) -> int:
@@ -103,30 +120,6 @@ def _tell(moments: Sequence[LoadedMoments], transaction: Transaction) -> None:
     for each in moments:
         if each.whole is not None:
             each.whole.follow(each.update_count)
-
-
-def _put_in_place(
-    values: Sequence[StagedValue], take: Taking, staged: StagedValues, transaction: Transaction
-) -> None:
-    """The values count, and go where they belong. If that breaks off, the next session may put them
-    over what this one would train, so it makes no step any more."""
-    count = False
-    try:
-        staged.commit(values)
-        count = True
-        staged.settle(take)
-    except BaseException as error:
-        clear_frames(error.__traceback__)  # a lease of the plan ends
-        if not count and not staged.may_count():
-            raise
-        unfinished = _Unfinished(transaction.job.name)
-        transaction.watch(unfinished)
-        if isinstance(error, MemdError):
-            raise retold(error, f"{unfinished}: {error}") from error
-        if isinstance(error, Exception):
-            raise MemdError(f"{unfinished}: {error!r}") from error
-        error.add_note(str(unfinished))
-        raise
 
 
 class _Parts:
@@ -165,7 +158,7 @@ class _Parts:
             return
         if self._copy is None or self._copy[0] != index:
             self._copy = None  # before the next is made
-            copy = torch.empty(whole.stored_bytes, dtype=torch.uint8)
+            copy = torch.empty(whole.size_bytes, dtype=torch.uint8)
             self._fill(index, copy)
             self._copy = index, copy
         into.copy_(self._copy[1][first_byte : first_byte + part.size_bytes])
@@ -174,7 +167,8 @@ class _Parts:
 
 
 class _Places:
-    """The places of the values of one load: shards of the job, and tensors of this process."""
+    """The places of the values of one load: shards of the job, and tensors of this process. Such a
+    tensor gets its value when the load counts, from its shard or from a blob."""
 
     def __init__(
         self, transaction: Transaction, targets: Sequence[ModelTensor], *, what: str
@@ -188,50 +182,70 @@ class _Places:
         """
         self._job: Job = transaction.job
         self._what = what
+        self._targets = targets
         living = {id(each.parameter): each for each in self._job.shards.parameters}
         buffers = [each for each in transaction.contributors if isinstance(each, ModuleBuffers)]
         self._buffers = buffers
-        self._shards: dict[int, Shard] = {}  # by id of the tensor, which `targets` refer to
-        self._by_shard: dict[int, ModelTensor] = {}
-        self._by_name: dict[str, ModelTensor] = {}  # of the staged value
-        for target in targets:
+        self._shards: dict[int, Shard] = {}  # by number
+        self._staged: dict[int, int] = {}  # by number: that of the bytes in memd
+        # They show the values of parameters, once the load counts.
+        self._shows: list[Callable[[], None]] = []
+        for number, target in enumerate(targets):
             shard = self._shard_of(target, buffers)
             known = living.get(id(target.tensor))
             if shard is None and known is not None:
                 shard = known.shard
             if shard is not None:
-                self._shards[id(target.tensor)] = shard
-                self._by_shard[shard.shard_id] = target
+                self._shards[number] = shard
+            elif target.size_bytes:
+                self._staged[number] = len(self._staged)
 
-    def shard_id(self, target: ModelTensor) -> int | None:
-        shard = self._shards.get(id(target.tensor))
-        return shard.shard_id if shard is not None else None
+    @property
+    def staged_bytes(self) -> Sequence[int]:
+        """The sizes of the values that the job has no shards of."""
+        return [self._targets[number].size_bytes for number in self._staged]
 
-    def expect(self, values: Sequence[StagedValue], targets: Sequence[ModelTensor]) -> None:
-        """Tensors of this process alone are found by the staged value that is theirs."""
-        self._by_name = {value.name: target for value, target in zip(values, targets, strict=True)}
+    def fill(self, load: Load, fill: Callable[[int, torch.Tensor], None]) -> None:
+        """`fill` writes the bytes of number `index`."""
+        for number, target in enumerate(self._targets):
+            if target.size_bytes:
+                self._fill(load, number, partial(fill, number))
 
-    def take(
-        self, value: StagedValue, shard: Shard | None, data: torch.Tensor, staged: StagedValues
-    ) -> None:
-        """Puts `data` in its place. Another load may have staged it, in another process."""
-        if shard is None:
-            target = self._by_name.get(value.name)
-        else:
-            target = self._by_shard.get(shard.shard_id)
-        entry = target.entry if target is not None else None
-        if shard is not None and entry is None:
-            staged.overwrite(shard, data)
-            for each in self._buffers:
-                each.forget(shard)
-        if target is None:
-            return
-        new = data[: target.size_bytes].view(target.dtype).view(target.shape)
+    def _fill(self, load: Load, number: int, fill: Fill) -> None:
+        entry, shard = self._targets[number].entry, self._shards.get(number)
         if entry is not None:
-            entry.residency.write(new)
+            residency = entry.residency
+            load.write(entry.shard, lambda: self._shows.append(residency.fill(fill)))
+        elif shard is not None:
+            load.overwrite(shard, fill)
         else:
+            load.stage(self._staged[number], fill)
+
+    def show(self, load: Load) -> None:
+        """The load counts: this process shows its values."""
+        for show in self._shows:
+            show()
+        for number, target in enumerate(self._targets):
+            shard = self._shards.get(number)
+            if target.entry is not None or not target.size_bytes:
+                continue
+            if shard is not None:
+                value = self._job.leases.value(shard)
+                for each in self._buffers:
+                    each.forget(shard)
+            else:
+                value = load.staged(self._staged[number]).view(target.dtype).view(target.shape)
             with torch.no_grad():
-                target.tensor.copy_(new)
+                target.tensor.copy_(value)
+            del value  # its lease
+
+    def forget(self) -> None:
+        """The load does not count, and the job has the old values."""
+        for target in self._targets:
+            entry = target.entry
+            if entry is not None:
+                # A device may have copied what was there meanwhile.
+                self._job.unordered_leases.of(entry.shard).note_change(entry.shard)
 
     def _shard_of(self, target: ModelTensor, buffers: Sequence[ModuleBuffers]) -> Shard | None:
         entry = target.entry
@@ -248,25 +262,8 @@ class _Places:
         return entry.shard
 
 
-class _Unfinished:
-    """A load whose values may count, and are not all in place in this process."""
-
-    def __init__(self, job: str) -> None:
-        self._job = job
-
-    def __str__(self) -> str:
-        return (
-            f"job {self._job!r}: a load broke off when its values were in memd, and not all in "
-            "place; close this session and connect again, which finishes or forgets them"
-        )
-
-    def refuse_replaced(self) -> None:
-        """Before a step, which would use some old values and some new ones."""
-        raise MemdError(str(self))
-
-
 def _refuse_unwritable(targets: Sequence[ModelTensor]) -> None:
-    """Before anything is staged: torch would refuse the copy when the values count already."""
+    """Before anything changes: torch would refuse the copy when the load counts already."""
     for target in targets:
         tensor = target.tensor
         if target.entry is not None:

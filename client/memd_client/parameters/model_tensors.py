@@ -68,13 +68,6 @@ class ModelTensor:
     def size_bytes(self) -> int:
         return self.tensor.numel() * self.tensor.dtype.itemsize
 
-    @property
-    def stored_bytes(self) -> int:
-        """The job has as many: of a frozen parameter an even number."""
-        entry = self.entry
-        is_bytes = entry is not None and entry.shard.is_bytes
-        return self.size_bytes + (self.size_bytes % 2 if is_bytes else 0)
-
 
 def model_tensors(model: nn.Module) -> list[ModelTensor]:
     """All of `model.state_dict()`, each tensor once.

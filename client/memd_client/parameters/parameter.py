@@ -14,7 +14,7 @@ from torch._guards import TracingContext
 from memd_client.base.dynamo import untraced
 from memd_client.base.identity import ByIdentity
 from memd_client.core.leases import MODE_READ
-from memd_client.errors import InvalidArgument, MemdError, NotResident, NotYet
+from memd_client.errors import InvalidArgument, MemdError, NotResident
 from memd_client.parameters.gradients import GradientSlot
 from memd_client.parameters.lazy import NEW_PARAMETER
 from memd_client.parameters.residency import Held, Residency, release_all, unseen
@@ -170,6 +170,10 @@ class StreamedParameter:
                 _autograds.__set__(parameter, None)
         return self._gradient.drop(what)
 
+    def forget_gradient(self) -> None:
+        """All ranks drop it."""
+        self.drop_gradient("zero_grad()")
+
     def note_sum(self) -> None:
         """Other ranks have made a gradient of it, and this one has not."""
         self._gradient.note_sum()
@@ -245,7 +249,7 @@ def accumulate(entry: StreamedParameter, gradient: torch.Tensor) -> None:
     job, shard, slot, early = entry.job, entry.shard, entry.gradient, entry.early
     if early is not None and slot.has_come:
         early.refuse_second(job, shard)
-    job.rank_gradients.expect(shard)
+    job.rank_gradients.expect(shard, has_gradient=slot.present)
     leases = job.gradient_leases_of(shard)
     slot.accumulate(gradient, leases)
     if early is not None:
@@ -296,12 +300,6 @@ def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
         entry.gradient.drop("p.grad = None")
     elif not entry.gradient.is_shown_by(value):  # as `p.grad += x` assigns it
         entry.refuse_if_bytes()
-        if entry.shard.is_on_device:
-            raise NotYet(
-                f"job {entry.job.name!r}: p.grad = ... of parameter {entry.shard.label!r} on "
-                f"{entry.shard.device} comes in a later version; let backward make gradients, or "
-                "change p.grad, which is in host memory, in place"
-            )
         entry.gradient.replace(value, entry.job.leases_of(entry.shard))
 
 

@@ -20,8 +20,17 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from memd_client.base.interrupts import safe_point
 from memd_client.core.leases import MODE_READ
-from memd_client.errors import MemdError, NotResident, NotYet
+from memd_client.errors import MemdError, NotResident
 from memd_client.parameters.casts import Casts, is_autocasting
+from memd_client.parameters.given_memory import (
+    is_left,
+    is_same_memory,
+    memory_of_program,
+    own_memory,
+    refuse_other_form,
+    refused_assignment,
+    shows_all,
+)
 from memd_client.parameters.hole import make_hole, name_in_messages
 from memd_client.parameters.lazy import LazyTensor
 from memd_client.parameters.thread_uses import (
@@ -42,7 +51,7 @@ if TYPE_CHECKING:
 
     from memd_client.connection.shard import Shard
     from memd_client.core.job import Job
-    from memd_client.core.parameter_leases import ParameterLeases
+    from memd_client.core.parameter_leases import ParameterLeases, WatchedLeases
     from memd_client.parameters.lazy import Source
     from memd_client.parameters.thread_uses import ThreadUses
 
@@ -58,7 +67,6 @@ _data: Any = torch._C.TensorBase.data
 _tracing_state: Any = torch._C._get_tracing_state
 _mode_of: Any = torch._C._get_dispatch_mode
 _PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # of make_fx and torch.export
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # An attribute of the storage of every lease of a parameter. torch keeps a storage's Python object
 # for as long as the storage lives, so a view that outlives its module call still has it. A table
 # by identity would cost 1 µs more of each lease.
@@ -292,11 +300,13 @@ class Residency:
                         and self._views.contradict(parameter.detach())
                     )
                     shown = changed
-                    if not is_for_reading and self._views:
+                    if shown is None and not is_for_reading and self._views:
                         shown = parameter.detach().clone()
                     is_current = not is_changed and not self._outdated_at
                 except BaseException:
                     self._hand_casts_back(None)
+                    # A device's copy has what was written there.
+                    self._job.unordered_leases.of(self._shard).note_change(self._shard)
                     self._put_away(parameter)
                     self._views.forget_ended()
                     raise
@@ -311,7 +321,7 @@ class Residency:
                 elif change_count:
                     self._note_changes(change_count)
                 had_views = bool(self._views)
-                given = _given_memory(parameter, self._written_lease, self._lease)
+                given = memory_of_program(parameter, self._written_lease, self._lease)
                 self._put_away(parameter)
                 if given is not None:
                     self._views.keep_memory(*given)
@@ -358,14 +368,15 @@ class Residency:
         return True
 
     def _take_changes(self, parameter: torch.Tensor, change_count: int) -> torch.Tensor | None:
-        """When a lease for writing ends, memd takes what has changed. Under a lease for reading it
-        does not, so a copy of changed bytes is returned, to be written."""
+        """When a lease for writing in host memory ends, memd takes what has changed. Under a lease
+        for reading, or on a device, it does not, so a copy of changed bytes in host memory is
+        returned, to be written: a device may have no room for one."""
         if self._written_lease is None:
             if change_count == 0 and not self._has_new_data:
                 return None
-            _refuse_other_form(self._job, self._shard, parameter)
-            if _is_left(self._lease, parameter):
-                raise _refused_assignment(self._job, self._shard)
+            refuse_other_form(self._job, self._shard, parameter)
+            if is_left(self._lease, parameter):
+                raise refused_assignment(self._job, self._shard)
             if not self._has_new_data and _is_unwritten(
                 self._job.unordered_leases.of(self._shard), self._lease, parameter
             ):
@@ -376,10 +387,16 @@ class Residency:
                     "thread that has had its value since before a step, and the change is lost; "
                     "change parameters between steps, inside gather(write=True)"
                 )
-            return parameter.detach().clone()
+            return _copy_in_host_memory(parameter.detach())
         # No variable refers to the lease: an exception's traceback would keep it.
-        if not _is_same_memory(parameter, self._written_lease):
-            _refuse_other_form(self._job, self._shard, parameter)
+        is_leased = is_same_memory(parameter, self._written_lease)
+        if not is_leased:
+            refuse_other_form(self._job, self._shard, parameter)
+        if self._shard.is_on_device:
+            if not is_leased:  # what shows the lease keeps the value of before
+                self._lease = None
+            return _copy_in_host_memory(parameter.detach())
+        if not is_leased:
             self._written_lease.copy_(parameter.detach())
         return None
 
@@ -394,13 +411,16 @@ class Residency:
             if self._user_count:
                 self.replace_in_place(parameter, value)
                 return
-            if _shows_all(value, self._shown):
+            if shows_all(value, self._shown):
                 return
-            _refuse_other_form(self._job, self._shard, value)
-            _refuse_sharing(self._job, self._shard)
-            value = _own_memory(value.detach(), self._shown)
+            refuse_other_form(self._job, self._shard, value)
+            value = own_memory(value.detach(), self._shown)
             _leave_memory(self)
-            self.write(value)
+            self._hand_casts_back(self._read)
+            self._views.forget_ended()  # they were written before
+            self._job.leases_of(self._shard).write(self._shard, value)
+            self._note_changes(1)
+            self._job.mark_written()
             self._views.keep_memory(
                 weakref.ref(value.untyped_storage()), int(value.storage_offset())
             )
@@ -410,12 +430,11 @@ class Residency:
         """For `parameter.data = value` while the bytes are in place."""
         with self._lock, torch._C.DisableTorchFunctionSubclass():
             value = value.detach()
-            if _is_same_memory(parameter, value):
+            if is_same_memory(parameter, value):
                 return
             self.refuse_if_kept("data")
-            _refuse_other_form(self._job, self._shard, value)
-            _refuse_sharing(self._job, self._shard)
-            value = _own_memory(value, self._shown)
+            refuse_other_form(self._job, self._shard, value)
+            value = own_memory(value, self._shown)
             _leave_memory(self)
             self._hand_casts_back(self._read)
             _data.__set__(parameter, value)
@@ -447,15 +466,22 @@ class Residency:
                 f"so its .{attribute} can't be assigned; use gather(..., write=True)"
             )
 
-    def write(self, value: torch.Tensor) -> None:
-        """Replaces the value; durable with the next step or when the session is closed."""
+    def fill(self, fill: Callable[[torch.Tensor], None]) -> Callable[[], None]:
+        """`fill` writes all bytes of the value, for a load: a tensor of uint8. Until the function
+        that is returned was called, which is when the load counts, what shares the parameter's
+        memory in this process shows the value of before."""
         with self._lock:
             self._hand_casts_back(self._read)
             self._views.forget_ended()  # they were written before
-            self._job.leases_of(self._shard).write(self._shard, value)
-            self._note_changes(1)
-            self._job.mark_written()
-            self._views.show(value, self._write_count)
+        self._job.leases.fill(self._shard, fill)
+
+        def show() -> None:
+            with self._lock:
+                self._note_changes(1)
+                if self._views:
+                    self._views.show(self._job.leases.value(self._shard), self._write_count)
+
+        return show
 
     def reread(self) -> torch.Tensor:
         """The bytes for backward: those in place, or a lease that lives as long as autograd holds
@@ -567,6 +593,8 @@ class Residency:
             )
         if self._user_count:
             self._job.unordered_leases.of(self._shard).join(self._shard)
+            if self._casts is not None:
+                self._casts.join()
         return self._user_count > 0
 
     def show(self, source: OwnBytes) -> LazyTensor:
@@ -714,15 +742,15 @@ class Residency:
         elif self._casts is not None:
             self._casts.refill(lease)
         with torch._C.DisableTorchFunctionSubclass():
-            if mode == MODE_READ and is_autocasting() and not self._shard.is_on_device:
+            if mode == MODE_READ and is_autocasting(self._shard.device):
                 self._casts = self._casts or Casts(self)
                 self._casts.put_in_place(parameter, lease)
             else:
                 _data.__set__(parameter, lease)
         parameter.__class__ = self._classes.in_place
-        if mode == MODE_READ:
+        if mode == MODE_READ or self._shard.is_on_device:
             self._lease = weakref.ref(storage)
-        else:
+        if mode != MODE_READ:
             self._written_lease = lease
 
     def _put_away(self, parameter: torch.Tensor) -> None:
@@ -783,31 +811,6 @@ def release_all(held: Held) -> None:
         raise
 
 
-def is_row_major(value: torch.Tensor) -> bool:
-    """Whether memd keeps its strides. If a dimension has one element, a tensor can be contiguous
-    and channels_last at once, and convolutions compute by its strides.
-    """
-    if not value.is_contiguous():
-        return False
-    channels_last = _CHANNELS_LAST.get(value.ndim)
-    if channels_last is None or not value.is_contiguous(memory_format=channels_last):
-        return True
-    return value.stride() == torch.empty(value.shape, device="meta").stride()
-
-
-def _own_memory(value: torch.Tensor, shown: weakref.ref[LazyTensor] | None) -> torch.Tensor:
-    """`value` for `parameter.data = value`, which share memory in torch afterwards. `shown` shows
-    the parameter's own bytes."""
-    if not isinstance(value, LazyTensor):
-        return value
-    if value.has_ended:
-        return value.in_memory()
-    own = shown() if shown is not None else None
-    if own is None or not value.is_view_of(own):
-        value.refuse_sharing()
-    return value.clone()
-
-
 def _leave_memory(residency: Residency) -> None:
     """The parameter gets other memory: what shows the present value keeps it.
 
@@ -815,75 +818,15 @@ def _leave_memory(residency: Residency) -> None:
         MemdError: something shows memd's own memory, where the new value will be.
     """
     if not residency._views.leave():
-        raise _refused_assignment(residency._job, residency._shard)
+        raise refused_assignment(residency._job, residency._shard)
     found = residency._shown_bytes() if residency._shown_bytes is not None else None
     if found is not None:
         found.keep_copy(residency._read().clone())
     residency._shown = residency._shown_bytes = None
 
 
-def _shows_all(value: torch.Tensor, shown: weakref.ref[LazyTensor] | None) -> bool:
-    """Whether `parameter.data = value` changes nothing: see `_own_memory`."""
-    own = shown() if shown is not None else None
-    return (
-        own is not None
-        and isinstance(value, LazyTensor)
-        and value.is_view_of(own)
-        and value.dtype == own.dtype
-        and (value.shape, value.stride()) == (own.shape, own.stride())
-    )
-
-
-def _is_left(lease: weakref.ref[torch.UntypedStorage] | None, parameter: torch.Tensor) -> bool:
-    """The parameter has other memory than its lease, which somebody holds."""
-    held = lease() if lease is not None else None
-    return held is not None and held is not parameter.untyped_storage()
-
-
-def _given_memory(
-    parameter: torch.Tensor,
-    written_lease: torch.Tensor | None,
-    lease: weakref.ref[torch.UntypedStorage] | None,
-) -> tuple[weakref.ref[torch.UntypedStorage], int] | None:
-    """The memory that the user has given a parameter in place, and where its value begins there.
-    None if it has that of its lease."""
-    memory = parameter.untyped_storage()
-    if written_lease is not None:
-        is_leased = memory is written_lease.untyped_storage()
-    else:
-        is_leased = lease is not None and lease() is memory
-    return None if is_leased else (weakref.ref(memory), int(parameter.storage_offset()))
-
-
-def _refuse_other_form(job: Job, shard: Shard, value: torch.Tensor) -> None:
-    if (
-        value.shape != shard.shape
-        or value.dtype != shard.dtype
-        or value.layout is not torch.strided
-        or value.device != shard.device
-    ):
-        raise NotResident(
-            f"job {job.name!r}: parameter {shard.label!r} is in memd as {shard.dtype} "
-            f"{list(shard.shape)} and cannot become {value.dtype} {list(value.shape)} on "
-            f"{value.device} there; convert before offload(), or copy.deepcopy the module and "
-            "convert the copy"
-        )
-    if not is_row_major(value):
-        raise NotResident(
-            f"job {job.name!r}: parameter {shard.label!r} is contiguous in memd, and "
-            f"cannot get the strides {list(value.stride())} there, as of channels_last; assign "
-            "value.clone(memory_format=torch.contiguous_format), or copy.deepcopy the module "
-            "and convert the copy"
-        )
-
-
-def _refuse_sharing(job: Job, shard: Shard) -> None:
-    """For `parameter.data = value`, which share memory in torch afterwards."""
-    if shard.is_on_device:
-        raise NotYet(
-            f"job {job.name!r}: parameter.data = value of {shard.label!r} on {shard.device} comes "
-            "in a later version; use parameter.copy_(value) under torch.no_grad()"
-        )
+def _copy_in_host_memory(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value, device="cpu").copy_(value)
 
 
 def _refused_trace(job: Job, shard: Shard) -> NotResident:
@@ -895,7 +838,7 @@ def _refused_trace(job: Job, shard: Shard) -> NotResident:
 
 
 def _is_unwritten(
-    leases: ParameterLeases,
+    leases: WatchedLeases,
     lease: weakref.ref[torch.UntypedStorage] | None,
     parameter: torch.Tensor,
 ) -> bool:
@@ -913,21 +856,4 @@ def _refused_write(job: Job, shard: Shard, outcome: str) -> MemdError:
     return MemdError(
         f"job {job.name!r}: parameter {shard.label!r} was written through a tensor that shares its "
         f"bytes (.data, detach() or a view), {outcome}; change parameters inside gather(write=True)"
-    )
-
-
-def _refused_assignment(job: Job, shard: Shard) -> MemdError:
-    return MemdError(
-        f"job {job.name!r}: a view of parameter {shard.label!r}, or its memory, is still held, and "
-        "would not keep the present value if .data is assigned; clone what you keep, or change "
-        "the parameter with copy_()"
-    )
-
-
-def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.data_ptr() == other.data_ptr()
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and one.stride() == other.stride()
     )

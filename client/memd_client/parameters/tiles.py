@@ -24,6 +24,7 @@ from memd_client.base.identity import ByIdentity
 from memd_client.base.interrupts import call_user
 from memd_client.connection.shard import Shard
 from memd_client.errors import InvalidArgument, MemdError, NotResident
+from memd_client.parameters import changes_of_ranks
 from memd_client.parameters.away import changed_by
 from memd_client.parameters.hole import allowing_metadata, make_hole, name_in_messages
 from memd_client.parameters.lazy import LazyTensor, is_list_function, list_length, one_by_one
@@ -40,6 +41,7 @@ from memd_client.transaction.metadata import asks_for_metadata, attribute_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from memd_client.parameters.parameter import StreamedParameter
     from memd_client.transaction.transaction import Transaction
@@ -175,10 +177,17 @@ class Tiling:
             for tile in self._tiles:
                 set_gradient(tile, None)
             return
+        held = self._gradient() if self._gradient is not None else None
+        if held is not None and value is held:
+            return  # as `p.grad += x` assigns it
+        with self.changing(changes_of_ranks.ASSIGNMENT):
+            self._refuse_gradient(value)
+        for tile, (first, end) in zip(self._tiles, self.rows(), strict=True):
+            set_gradient(tile, value.detach()[first:end].clone())
+        self._assigned = weakref.ref(value), value._version
+
+    def _refuse_gradient(self, value: torch.Tensor) -> None:
         if isinstance(value, LazyTensor):
-            held = self._gradient() if self._gradient is not None else None
-            if value is held:
-                return  # as `p.grad += x` assigns it
             raise InvalidArgument(
                 f"{self.label} is tiled, and its grad cannot share the bytes of another "
                 "parameter's in memd; assign a clone()"
@@ -189,9 +198,11 @@ class Tiling:
                 f"parameter: {list(value.shape)} {value.dtype}, {list(self._shard.shape)} "
                 f"{self._shard.dtype}"
             )
-        for tile, (first, end) in zip(self._tiles, self.rows(), strict=True):
-            set_gradient(tile, value.detach()[first:end].clone())
-        self._assigned = weakref.ref(value), value._version
+
+    def changing(self, what: str) -> AbstractContextManager[None]:
+        """Inside, its gradient changes by `what`: see `changes_of_ranks.changing_tiles`."""
+        entry = entry_of(self._tiles[0])
+        return changes_of_ranks.changing_tiles(entry.gradient, entry.job, what)
 
     def refuse_changed_assigned(self) -> None:
         """In torch `p.grad = g` makes them one tensor, and here the tiles have copies.
@@ -370,9 +381,13 @@ class TileBytes:
     def using(self, *, writes: bool) -> Iterator[torch.Tensor]:
         """See `lazy.Source`."""
         if writes and self._is_gradient and not self.has_ended:
-            self._tiling.refuse_changed_assigned()
-        whole = self.memory()
-        yield whole
+            with self._tiling.changing(changes_of_ranks.OPERATION):
+                self._tiling.refuse_changed_assigned()
+                whole = self.memory()
+                yield whole
+        else:
+            whole = self.memory()
+            yield whole
         if writes:
             for lazy, (first, end) in zip(self._lazies, self._tiling.rows(), strict=True):
                 lazy.copy_(whole[first:end])

@@ -20,12 +20,12 @@ from torch import nn
 
 from memd_client.base.freed_memory import return_freed_memory
 from memd_client.base.identity import ByIdentity
+from memd_client.base.storage_uses import USES_OF_ONE, storage_uses
 from memd_client.connection.shard import Shard, shard_spec
 from memd_client.core.held_names import UNNAMED_PREFIX
 from memd_client.errors import CapacityError
+from memd_client.parameters.given_memory import is_row_major
 from memd_client.parameters.hole import make_hole, name_in_messages
-from memd_client.parameters.residency import is_row_major
-from memd_client.parameters.storage_uses import USES_OF_ONE, storage_uses
 from memd_proto.v1 import job_pb2, session_pb2, types_pb2
 
 if TYPE_CHECKING:
@@ -176,12 +176,12 @@ class UnnamedParameters:
 
     def drop_left(self) -> None:
         """Deletes what trainers that were killed inside `init` have left, if no other session of
-        the job is there, which may be inside its own."""
+        the job is there than its ranks', which may be inside its own."""
         job = self._job
-        if not (names := job.held_names.left_unnamed()):
+        if not job.ranks.is_first or not (names := job.held_names.left_unnamed()):
             return
         request = job_pb2.GetJobRequest(name=job.name, page_first=_PAGE_LAST)
-        if job.control.get_job(request).job.session_count == 1:
+        if job.control.get_job(request).job.session_count == job.ranks.world_size:
             self._delete(names)
             job.held_names.forget_left()
 

@@ -18,7 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 if TYPE_CHECKING:
     from memd_client.connection.shard import Shard
-    from memd_client.core.parameter_leases import ParameterLeases
+    from memd_client.core.parameter_leases import WatchedLeases
 
 
 # Names no value.
@@ -63,7 +63,7 @@ class KeptViews:
     Waits for nothing. Transforms of torch.func do not see what it does.
     """
 
-    def __init__(self, shard: Shard, leases: ParameterLeases) -> None:
+    def __init__(self, shard: Shard, leases: WatchedLeases) -> None:
         self._shard = shard
         self._leases = leases
         leases.watch_writes(shard)
@@ -226,6 +226,8 @@ def _digest(value: torch.Tensor) -> bytes:
 
 def is_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """NaN equals itself, and 0 is not -0."""
+    if one.device != other.device:
+        one, other = one.cpu(), other.cpu()
     return torch.equal(_bits(one), _bits(other))
 
 

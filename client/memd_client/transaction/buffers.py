@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memd_client.connection.shard import Shard, shard_spec
+from memd_client.core.backward import is_in_backward
 from memd_client.core.leases import MODE_OVERWRITE
 from memd_client.transaction.module_names import plain_name
 from memd_client.transaction.transaction import StagedBuffer
@@ -168,8 +169,9 @@ class ModuleBuffers:
 
     def share(self, module: nn.Module, job: Job) -> None:
         """From now on each forward of `module` begins with the first rank's buffers, as in
-        DistributedDataParallel. In a forward that is trained all ranks take part. In others each
-        rank reads those of the last commit, since one may evaluate alone.
+        DistributedDataParallel, where one that follows a forward in `no_sync()` does not. In a
+        forward that is trained all ranks take part. In others each rank reads those of the last
+        commit, since one may evaluate alone.
         """
         hook = _SharedBuffers(self, job)
         if next(module.buffers(), None) is not None:
@@ -222,18 +224,32 @@ class _SharedBuffers:
     def __call__(self, module: nn.Module, args: object) -> None:
         del args
         ranks = self._job.ranks
+        if is_in_backward():
+            return  # a checkpoint computes it again, with the buffers of its forward
         if module.training and torch.is_grad_enabled():
-            with torch.no_grad():
-                # By name: the order of modules may be another on each rank.
-                for _, buffer in sorted(module.named_buffers(), key=itemgetter(0)):
-                    dense = buffer.detach().contiguous()
-                    ranks.broadcast(dense, "share buffers")
-                    if not ranks.is_first and dense.data_ptr() != buffer.data_ptr():
-                        buffer.copy_(dense)
+            if self._job.rank_gradients.shares_buffers(self):
+                self._share(module)
             self._are_own = True
         elif self._are_own and not ranks.is_first:
             self._buffers.restore(self._job)
             self._are_own = False
+
+    @torch.no_grad()
+    def _share(self, module: nn.Module) -> None:
+        ranks = self._job.ranks
+        # By name: the order of modules may be another on each rank.
+        buffers = [buffer for _, buffer in sorted(module.named_buffers(), key=itemgetter(0))]
+        if not buffers:
+            return
+        # In one piece, and as bytes: gloo does not know all dtypes.
+        shared = torch.cat([_bytes_of(buffer) for buffer in buffers])
+        ranks.broadcast(shared, "share buffers")
+        if ranks.is_first:
+            return
+        parts = shared.split([buffer.nbytes for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            # A copy: a view of another dtype begins where its elements may.
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
 
 def _is_stored(job: Job, shard: Shard, tensor: torch.Tensor) -> bool:
@@ -247,11 +263,29 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, _Owner, torch.Tensor]]:
+def first_names(module: nn.Module) -> dict[str, str]:
+    """For each name that `state_dict()` has for a parameter or persistent buffer, the first one of
+    that tensor; both without wrappers."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        plain = plain_name(module, name)
+        names[plain] = first.setdefault(id(parameter), plain)
+    for plain, _, tensor in _persistent_buffers(module, with_further=True):
+        names[plain] = first.setdefault(id(tensor), plain)
+    return names
+
+
+def _persistent_buffers(
+    module: nn.Module, *, with_further: bool = False
+) -> Iterator[tuple[str, _Owner, torch.Tensor]]:
+    """Each once, under its first name, or under all."""
     seen: set[int] = set()
-    for path, child in module.named_modules():
+    for path, child in module.named_modules(remove_duplicate=not with_further):
         for key, tensor in child._buffers.items():
-            if tensor is None or key in child._non_persistent_buffers_set or id(tensor) in seen:
+            if tensor is None or key in child._non_persistent_buffers_set:
+                continue
+            if id(tensor) in seen and not with_further:
                 continue
             seen.add(id(tensor))
             name = plain_name(module, f"{path}.{key}" if path else key)

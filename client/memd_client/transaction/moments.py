@@ -6,6 +6,7 @@ learn its form, or to load it where it came from. That takes no bytes.
 
 from __future__ import annotations
 
+import logging
 from threading import RLock
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet, ref
@@ -13,7 +14,7 @@ from weakref import WeakSet, ref
 import torch
 from torch.utils._pytree import tree_map
 
-from memd_client.connection.shard import MAXIMUM, MOMENTS
+from memd_client.connection.shard import MASTER, MAXIMUM, MOMENTS
 from memd_client.errors import InvalidArgument, MemdError
 from memd_client.transaction.metadata import asks_for_metadata
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from memd_client.connection.shard import Shard
     from memd_client.core.job import Job
 
+_log = logging.getLogger("memd_client")
 _no_bytes = torch.zeros(())
 # They return a float32 tensor on the CPU as it is.
 _CONVERSIONS: frozenset[Any] = frozenset(
@@ -32,7 +34,8 @@ _CONVERSIONS: frozenset[Any] = frozenset(
 
 class MomentTensor(torch.Tensor):
     """One moment of one parameter: float32, in the parameter's shape, as it was when `state_dict()`
-    returned. Its first use reads it, and from then on it is an ordinary tensor's value."""
+    returned. Its first use reads it, and from then on it is an ordinary tensor's value. One that is
+    `MASTER` is for those who ask for `passing_values_and_master()`."""
 
     _whole: MomentSet
     _moment: str
@@ -154,6 +157,22 @@ class MomentSet:
             assert self._moments is not None
             return self._moments.look(self)
 
+    def passing_values_and_master(self) -> dict[str, torch.Tensor]:
+        """As `passing_values()`, and `MASTER` beside them where `has_master`."""
+        moments = self.session_moments
+        if moments is None or not self.has_master:
+            return self.passing_values()
+        if self.is_unread_in(moments):
+            return moments.look_with_master(self)
+        # Those that somebody has read stay his.
+        return {**self.passing_values(), MASTER: moments.look_with_master(self)[MASTER]}
+
+    @property
+    def has_master(self) -> bool:
+        """The session has the fp32 values of the parameter, which is bfloat16, beside them."""
+        moments = self.session_moments
+        return moments is not None and moments.has_master(self._shard)
+
     @property
     def is_passing(self) -> bool:
         """Nobody has asked to keep the values."""
@@ -191,6 +210,7 @@ class Moments:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._unread: WeakSet[MomentSet] = WeakSet()
+        self._has_warned = False
 
     def refer(
         self, shard: Shard, update_count: int, names: Sequence[str]
@@ -232,8 +252,31 @@ class Moments:
 
     def look(self, whole: MomentSet) -> dict[str, torch.Tensor]:
         """Asks the daemon."""
+        found = self._look(whole, with_master=False)
+        return {name: found[name] for name in whole.names}
+
+    def look_with_master(self, whole: MomentSet) -> dict[str, torch.Tensor]:
+        """As `look`, of a parameter that `has_master`."""
+        found = self._look(whole, with_master=True)
+        return {name: found[name] for name in (*whole.names, MASTER)}
+
+    def has_master(self, shard: Shard) -> bool:
+        """The daemon gives the fp32 values of this parameter: it is bfloat16."""
+        if shard.dtype != torch.bfloat16:
+            return False
+        can_give = self._job.store.can_give_masters
+        if not can_give and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "job %r: the daemon is older than this client and does not give the fp32 values of "
+                "bfloat16 parameters, so checkpoints of this session are without them; update it",
+                self._job.name,
+            )
+        return can_give
+
+    def _look(self, whole: MomentSet, *, with_master: bool) -> dict[str, torch.Tensor]:
         shard = whole.shard
-        generation, found = self._job.moments(shard)
+        generation, found = self._job.moments(shard, with_master=with_master)
         if generation != whole.update_count:
             raise MemdError(
                 f"job {self._job.name!r}: the optimizer's state of parameter {shard.name!r} "
@@ -243,7 +286,7 @@ class Moments:
         if not generation:
             # The first update decides whether there is a maximum, and the daemon has none yet.
             found.setdefault(MAXIMUM, torch.zeros(shard.shape))
-        return {name: found[name] for name in whole.names}
+        return found
 
     @property
     def is_over(self) -> bool:

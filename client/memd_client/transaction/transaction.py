@@ -16,6 +16,7 @@ import torch
 
 from memd_client.base.stalls import closing_step
 from memd_client.core.backward import is_in_backward, running_backward
+from memd_client.core.load import LOAD_PREFIX, Unfinished, older_daemon
 from memd_client.core.temporary_snapshots import PREFIX
 from memd_client.errors import InvalidArgument, MemdError, NotDurable, NotYet, SessionFenced
 from memd_client.transaction.moments import Moments
@@ -127,6 +128,7 @@ class Transaction:
         self._participants = ref(participants)
         self._added: list[Contributor] = []
         self._watched: list[Watched] = []
+        self._has_unfinished_load = False
         self._optimizers: list[ref[UpdatedOptimizer]] = []
         # Otherwise every `optimizer.step()` closes its step.
         self._is_closed_by_commit = False
@@ -160,6 +162,7 @@ class Transaction:
     def watch(self, watched: Watched) -> None:
         """Each step calls it first, from now on."""
         self._watched.append(watched)
+        self._has_unfinished_load |= isinstance(watched, Unfinished)
 
     def register_optimizer(self, optimizer: UpdatedOptimizer) -> None:
         """Its settings are part of commits, in the order of registration."""
@@ -425,6 +428,8 @@ class Transaction:
         self._refuse_in_backward()
         late = job.settle()  # before any lease: see step()
         if not self._is_closed_by_commit:
+            if self._has_unfinished_load:
+                self._refuse_replaced()
             self._take_writes()
             if wait and steps.disk_error:
                 job.sync()
@@ -482,25 +487,38 @@ class Transaction:
                 function(number)
         return number
 
-    def snapshot(self, name: str, *, is_temporary: bool = False) -> int:
-        """See `Session.snapshot`. `is_temporary`: `TemporarySnapshots` has named it."""
-        if name.startswith(PREFIX) and not is_temporary:
-            raise InvalidArgument(
-                f"names that begin with {PREFIX} are those of snapshots that dcp.async_save makes "
-                f"and drops; choose another one than {name!r}"
-            )
+    def snapshot(self, name: str, *, is_own: bool = False, session_id: int = 0) -> int:
+        """See `Session.snapshot`.
+
+        Args:
+            is_own: memd has named it.
+            session_id: of a load: if that session ends before the snapshot is dropped, the daemon
+                takes the job back to it.
+
+        Raises:
+            NotYet: the daemon has made the snapshot, and would not take the job back to it.
+        """
+        if not is_own:
+            _refuse_own_name(name)
         with self._turn:
             self._job.settle_for("snapshot()")
             self._take_writes()
             request = job_pb2.CreateSnapshotRequest(
-                job=self._job.name, name=name, number=secrets.randbits(63) + 1
+                job=self._job.name,
+                name=name,
+                number=secrets.randbits(63) + 1,
+                session_id=session_id,
             )
-            step: int = self._job.control.create_snapshot(request).snapshot.step
-            return step
+            made = self._job.control.create_snapshot(request)
+        # The daemon may have been replaced by an older one since the session began.
+        if session_id and not made.is_load:
+            raise older_daemon(self._job.name)
+        step: int = made.snapshot.step
+        return step
 
     def temporary_snapshot(self) -> TemporarySnapshot:
         """As `snapshot`, under a name of its own, and for this session alone."""
-        return self._job.store.temporary_snapshots.make(partial(self.snapshot, is_temporary=True))
+        return self._job.store.temporary_snapshots.make(partial(self.snapshot, is_own=True))
 
     def close(self) -> None:
         """Makes durable what was put, and ends the session."""
@@ -519,11 +537,18 @@ class Transaction:
                 job.store.temporary_snapshots.close()
                 with suppress(NotDurable):  # the sync below puts it on disk, or raises
                     job.settle()
-                self._take_writes()
-                if steps.durable_step < steps.committed_step:
-                    job.mark_written()
-                job.sync_if_needed()
-                self._moments.read_all()
+                if self._has_unfinished_load:
+                    _log.warning(
+                        "job %r: a load broke off, so nothing that this session has put since "
+                        "is made durable; the next session finds all old values or all new ones",
+                        job.name,
+                    )
+                else:
+                    self._take_writes()
+                    if steps.durable_step < steps.committed_step:
+                        job.mark_written()
+                    job.sync_if_needed()
+                    self._moments.read_all()
             finally:
                 job.detach()
         finally:
@@ -574,7 +599,11 @@ class Transaction:
             return job.control.begin_step(request)
 
         job.steps.send(number, begin, step)
-        job.rank_gradients.begin()
+        job.ranks.count_call()
+        if step is not None:
+            job.rank_gradients.begin()
+        else:
+            job.rank_gradients.note_empty_step()
         self._may_commit = True
         ended, self._step_ended = self._step_ended, time.perf_counter()
         if ended is not None:
@@ -621,6 +650,17 @@ class Transaction:
                 "fresh=True"
             )
         self._may_commit = True
+
+
+def _refuse_own_name(name: str) -> None:
+    """A snapshot of such a name would be taken for memd's own."""
+    owners = {PREFIX: "dcp.async_save makes and drops", LOAD_PREFIX: "loads make and drop"}
+    for prefix, owner in owners.items():
+        if name.startswith(prefix):
+            raise InvalidArgument(
+                f"names that begin with {prefix} are those of snapshots that {owner}; choose "
+                f"another one than {name!r}"
+            )
 
 
 # The transaction of the moments that a state_dict refers to.

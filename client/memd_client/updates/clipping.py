@@ -8,10 +8,13 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from memd_client.core.job import Job
     from memd_client.core.ranks import Ranks
     from memd_client.updates.targets import Target
+
+_CLIPPING = "clip gradients"  # as in "all ranks clip gradients alike"
 
 
 def clip_gradients(
@@ -20,15 +23,18 @@ def clip_gradients(
     norm_type: float,
     *,
     error_if_nonfinite: bool,
-    ranks: Ranks,
+    job: Job,
 ) -> torch.Tensor:
     """As `torch.nn.utils.clip_grad_norm_` over `targets`, which have gradients, with its bits.
-    Gradients are leased one at a time. All are scaled, or none.
+    Gradients are leased one at a time. All are scaled, or none; where a rank of several fails while
+    they are, all of them are void.
 
     Raises:
         InvalidArgument: ranks have other targets, or these in another order, or other arguments.
         RuntimeError: `error_if_nonfinite` and the norm is not finite.
+        MemdError: another rank could not.
     """
+    ranks = job.ranks
     _refuse_different(
         targets,
         {
@@ -40,13 +46,7 @@ def clip_gradients(
     )
     if not targets:
         return torch.tensor(0.0)
-    # Ranks share the work: each gradient is one rank's to read and change, told by its place.
-    own = [target for at, target in enumerate(targets) if at % ranks.world_size == ranks.rank]
-    norms = _of_all_ranks(
-        [torch.linalg.vector_norm(each.gradient_for_reading(), float(norm_type)) for each in own],
-        [target.shard.dtype for target in targets],
-        ranks,
-    )
+    norms = _norms(targets, float(norm_type), ranks)
     total_norm: torch.Tensor = torch.linalg.vector_norm(
         torch.stack(_in_torch_order(norms)), float(norm_type)
     )
@@ -57,12 +57,7 @@ def clip_gradients(
         )
     factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
     if factor != 1.0:  # true for NaN too
-        for target in own:
-            target.refuse_gradient_change()
-        for target in own:
-            target.multiply_gradient(factor)
-        # Nobody reads what others have not scaled yet.
-        ranks.exchange(None, "clip gradients")
+        _scale(targets, factor, job)
     return total_norm
 
 
@@ -74,20 +69,52 @@ def _refuse_different(
     named = {f"gradient {at}": target.shard.label for at, target in enumerate(targets)}
     # As text, since NaN is not equal to itself.
     settings = {name: str(value) for name, value in arguments.items()}
-    ranks.refuse_different(settings | named, "clip gradients")
+
+    def look() -> None:
+        for target in targets:
+            target.follow_assigned()
+
+    ranks.refuse_different(settings | named, _CLIPPING, look=look)
 
 
-def _of_all_ranks(
-    norms: list[torch.Tensor], dtypes: Sequence[torch.dtype], ranks: Ranks
-) -> list[torch.Tensor]:
-    """All norms, of which this rank has its own."""
+def _own(targets: Sequence[Target], ranks: Ranks) -> Sequence[Target]:
+    """Ranks share the work: each gradient is one rank's to read and change, told by its place."""
+    return targets[ranks.rank :: ranks.world_size]
+
+
+def _norms(targets: Sequence[Target], norm_type: float, ranks: Ranks) -> list[torch.Tensor]:
+    """All of them, of which each rank computes its own."""
+
+    def norms() -> Iterable[torch.Tensor]:
+        for target in _own(targets, ranks):
+            yield torch.linalg.vector_norm(target.gradient_for_reading(), norm_type)
+
     if not ranks.are_several:
-        return norms
-    # A sum with zeros, of numbers that fit float32, is exact.
-    everyone = torch.zeros(len(dtypes), dtype=torch.float32)
-    everyone[ranks.rank :: ranks.world_size] = torch.tensor([float(each) for each in norms])
-    ranks.sum(everyone, "clip gradients")
-    return [norm.to(dtype) for norm, dtype in zip(everyone, dtypes, strict=True)]
+        return list(norms())
+    of_ranks = ranks.together(lambda: [float(norm) for norm in norms()], _CLIPPING)
+    count = ranks.world_size
+    return [
+        torch.tensor(of_ranks[at % count][at // count], dtype=target.shard.dtype)
+        for at, target in enumerate(targets)
+    ]
+
+
+def _scale(targets: Sequence[Target], factor: torch.Tensor, job: Job) -> None:
+    ranks = job.ranks
+    own = _own(targets, ranks)
+
+    def scale() -> None:
+        for target in own:
+            target.refuse_gradient_change()
+        for target in own:
+            target.multiply_gradient(factor)
+
+    with job.rank_gradients.changing(_CLIPPING):
+        # Nobody reads what others have not scaled yet.
+        ranks.together(scale, _CLIPPING)
+    for at, target in enumerate(targets):
+        if at % ranks.world_size != ranks.rank:
+            target.follow_multiplied(factor)
 
 
 def _in_torch_order(norms: list[torch.Tensor]) -> list[torch.Tensor]:

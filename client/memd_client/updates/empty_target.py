@@ -79,10 +79,16 @@ class EmptyTarget(UpdatedTarget):
     def gradient_for_reading(self) -> torch.Tensor:
         return torch.zeros(self._shard.shape)
 
+    def follow_assigned(self) -> None:
+        """There is nothing to take."""
+
     def refuse_gradient_change(self) -> None:
         """There is nothing to change."""
 
     def multiply_gradient(self, factor: torch.Tensor) -> None:
+        """There is nothing to multiply."""
+
+    def follow_multiplied(self, factor: torch.Tensor) -> None:
         """There is nothing to multiply."""
 
     def unscale(self, scale: torch.Tensor) -> None:

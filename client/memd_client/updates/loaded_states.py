@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,18 @@ from memd_client.connection.shard import MAXIMUM, MOMENTS
 from memd_client.errors import InvalidArgument
 from memd_client.parameters.loaded_places import replace_all
 from memd_client.transaction.adam_settings import refuse_older_daemon
-from memd_client.transaction.loaded_moments import HeldMoment, LoadedMoments, update_count_of
+from memd_client.transaction.loaded_moments import (
+    HeldMoment,
+    LoadedMoments,
+    moment_reads,
+    update_count_of,
+)
 from memd_client.transaction.moments import ordinary_moments
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from memd_client.base.mapped_files import FileBytes
     from memd_client.core.job import Job
     from memd_client.transaction.transaction import Transaction
     from memd_client.updates.targets import Target
@@ -72,7 +79,17 @@ def replace_states(
         for target, state, amsgrad in targets
         if not _has_state(target, state, transaction)
     ]
-    files = MappedFiles() if changed else None
+    if not changed:
+        return
+    with closing(MappedFiles()) as files:
+        _replace_changed(changed, files, transaction)
+
+
+def _replace_changed(
+    changed: Sequence[tuple[Target, dict[str, Any] | None, bool]],
+    files: MappedFiles,
+    transaction: Transaction,
+) -> None:
     loaded = [
         (
             target,
@@ -87,6 +104,8 @@ def replace_states(
     ]
     stored = [each for target, each in loaded if target.is_stored]
     if stored:
+        states = {each: state for (_, each), (_, state, _) in zip(loaded, changed, strict=True)}
+        files.expect(_upcoming(stored, states, files))
         replace_all(
             [],
             _nothing,
@@ -99,7 +118,26 @@ def replace_states(
             target.note_state(each.update_count, keeps_maximum=each.has_maximum)
 
 
-def _held(state: Mapping[str, Any], files: MappedFiles | None) -> dict[str, HeldMoment]:
+def _upcoming(
+    loaded: Iterable[LoadedMoments],
+    states: Mapping[LoadedMoments, Mapping[str, Any] | None],
+    files: MappedFiles,
+) -> Iterator[tuple[FileBytes, int]]:
+    """The reads of files, in their order."""
+    held: dict[str, HeldMoment] = {}
+    last: LoadedMoments | None = None
+    for each, name, first, count in moment_reads(loaded):
+        if each is not last:
+            state, last = states[each] or {}, each
+            # Others are of the daemon.
+            plain = [name for name in MOMENTS if type(state.get(name)) is torch.Tensor]
+            held = {name: HeldMoment(state[name], files) for name in plain}
+        source = held[name].in_file(first) if name in held else None
+        if source is not None:
+            yield source, 4 * count
+
+
+def _held(state: Mapping[str, Any], files: MappedFiles) -> dict[str, HeldMoment]:
     """The moments of a state in torch's format, by their names."""
     return {
         # One that is read only now may lie where a file was mapped before.

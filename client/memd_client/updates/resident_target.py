@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memd_client.core.leases import MODE_WRITE
 from memd_client.errors import InvalidArgument, MemdError
 from memd_client.parameters.gradients import GradientSlot
 from memd_client.parameters.hidden import hide, show
@@ -46,6 +47,8 @@ class ResidentTarget(UpdatedTarget):
         self._sealed: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
         # The gradient that the step in flight has divided, and its version.
         self._unscaled: tuple[weakref.ref[torch.Tensor], int] | None = None
+        # memd has the sum of all ranks' gradients, made by `reduce_hook`, that `p.grad` began with.
+        self._is_reduced = False
         self._job = job
         if written:
             self._take_value(parameter)
@@ -95,17 +98,31 @@ class ResidentTarget(UpdatedTarget):
         parameter = self._parameter()
         return parameter is not None and parameter.grad is not None
 
+    def follow_assigned(self) -> None:
+        """`p.grad` is the tensor that was assigned."""
+
     def refuse_gradient_change(self) -> None:
         """torch changes it in all parameters that have it."""
 
     def multiply_gradient(self, factor: torch.Tensor) -> None:
         self.gradient_for_reading().mul_(factor)
 
+    def follow_multiplied(self, factor: torch.Tensor) -> None:
+        """Each rank has a gradient of its own."""
+        self.multiply_gradient(factor)
+
     def gradient_for_reading(self) -> torch.Tensor:
         gradient = self._alive().grad
         if gradient is None:
             raise InvalidArgument(f"parameter {self._shard.name!r} has no gradient")
         return gradient
+
+    def check_gradient(self) -> None:
+        """See `GradientSlot.check`."""
+        self._gradient.check(self.gradient_for_reading())
+
+    def value_for_reading(self) -> torch.Tensor:
+        return self._alive().detach()
 
     def unscale(self, scale: torch.Tensor) -> None:
         """Divides the gradient by `scale`; once, if the step is not made and asked for again."""
@@ -118,10 +135,25 @@ class ResidentTarget(UpdatedTarget):
         self._unscaled = weakref.ref(gradient), gradient._version
 
     def drop_gradient(self) -> bool:
-        return False  # torch's `zero_grad` drops it, and the step has consumed memd's copy
+        """torch's `zero_grad` drops `p.grad`. Returns whether ranks have a sum in memd that no step
+        has consumed."""
+        was_reduced, self._is_reduced = self._is_reduced, False
+        return was_reduced
 
     def note_sum(self) -> None:
-        """Several ranks train offloaded parameters only."""
+        """Each rank has a gradient of its own in `p.grad`."""
+
+    def forget_gradient(self) -> None:
+        """All ranks drop its sum. `p.grad` is torch's to drop."""
+        self._is_reduced = False
+
+    @property
+    def is_reduced(self) -> bool:
+        """Ranks have summed its gradient in memd, and no step has taken the sum."""
+        return self._is_reduced
+
+    def note_reduced(self, *, is_reduced: bool) -> None:
+        self._is_reduced = is_reduced
 
     def take_writes(self) -> None:
         """Nothing to take: `seal` compares all bytes."""
@@ -155,12 +187,25 @@ class ResidentTarget(UpdatedTarget):
         # The loop may have changed the value by any means. `param.data` leaves no trace but the
         # bytes. Equal bytes are not written: memd knows more bits of a bf16 parameter than the
         # parameter has.
-        if not is_same_bits(leases.value(self._shard), parameter):
+        ranks = self._job.ranks
+        if ranks.is_first and not is_same_bits(leases.value(self._shard), parameter):
             leases.write(self._shard, parameter.detach())
             self._job.mark_written()
         gradient = self.gradient_for_reading()
-        self._gradient.replace(gradient.detach(), leases)
+        # All ranks have the same, and share the work. The step is made when all have done theirs.
+        if not ranks.are_several:
+            self._gradient.replace(gradient.detach(), leases)
+        elif self._shard.shard_id % ranks.world_size == ranks.rank:
+            self._give(gradient.detach())
         self._sealed = weakref.ref(gradient), gradient._version
+
+    def _give(self, gradient: torch.Tensor) -> None:
+        """For all ranks. Where they have summed it in memd, it may have changed since."""
+        leases = self._job.leases
+        if not self._is_reduced:
+            leases.overwrite_gradient(self._shard, gradient.contiguous())
+        elif not is_same_bits(leases.gradient(self._shard), gradient):
+            leases.gradient(self._shard, MODE_WRITE).copy_(gradient)
 
     def hide(self) -> None:
         """The loop has the tensor itself, which memd does not see being used: it refuses that."""
@@ -184,6 +229,7 @@ class ResidentTarget(UpdatedTarget):
         if parameter is not None:
             self._take_value(parameter)
         self._gradient.forget()
+        self._is_reduced = False
         self._unscaled = None
         self._update_count += 1
 

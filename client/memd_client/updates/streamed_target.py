@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from memd_client.errors import NotYet
 from memd_client.parameters.parameter import take_gradient
 from memd_client.updates.stateful_target import StatefulTarget, UpdatedTarget
 
@@ -74,21 +73,20 @@ class StreamedTarget(UpdatedTarget):
     def multiply_gradient(self, factor: torch.Tensor) -> None:
         self._entry.gradient.multiply(factor, self._entry.job.gradient_leases_of(self.shard))
 
-    def unscale(self, scale: torch.Tensor) -> None:
-        """Divides the gradient by `scale`; once, if the step is not made and asked for again.
+    def follow_multiplied(self, factor: torch.Tensor) -> None:
+        """Another rank has multiplied the gradient, which all share, by `factor`."""
+        del factor
+        leases = self._entry.job.gradient_leases_of(self.shard)
+        self._entry.gradient.prepare_change(leases)
+        self._entry.gradient.show_in_assigned(leases)
 
-        Raises:
-            NotYet: the parameter is used on a device.
-        """
-        if self.shard.is_on_device:
-            raise NotYet(
-                f"a GradScaler with parameters on a device, such as {self.shard.label!r}, comes in "
-                "a later version; train in bfloat16, which needs none"
-            )
+    def unscale(self, scale: torch.Tensor) -> None:
+        """Divides the gradient by `scale`, in host memory; once, if the step is not made and asked
+        for again."""
         self._entry.gradient.unscale(scale, self._entry.job.gradient_leases_of(self.shard))
 
     def follow_assigned(self) -> None:
-        """Before a step: see `GradientSlot.follow_assigned`."""
+        """Before its gradient is used: see `GradientSlot.follow_assigned`."""
         self._entry.gradient.follow_assigned(self._entry.job.gradient_leases_of(self.shard))
 
     def drop_gradient(self) -> bool:
@@ -188,6 +186,12 @@ class TiledTarget(StatefulTarget):
             whole[first:end].copy_(tile.gradient_for_reading())
         return whole
 
+    def follow_assigned(self) -> None:
+        """Before its gradient is used: see `Tiling.refuse_changed_assigned`."""
+        self._tiling.refuse_changed_assigned()
+        for tile in self._tiles:
+            tile.follow_assigned()
+
     def refuse_gradient_change(self) -> None:
         self._tiling.refuse_changed_assigned()
         for tile in self._tiles:
@@ -196,6 +200,11 @@ class TiledTarget(StatefulTarget):
     def multiply_gradient(self, factor: torch.Tensor) -> None:
         for tile in self._tiles:
             tile.multiply_gradient(factor)
+        self._tiling.change_assigned(lambda assigned: assigned.mul_(factor))
+
+    def follow_multiplied(self, factor: torch.Tensor) -> None:
+        for tile in self._tiles:
+            tile.follow_multiplied(factor)
         self._tiling.change_assigned(lambda assigned: assigned.mul_(factor))
 
     def refuse_changed_assigned(self) -> None:

@@ -34,6 +34,7 @@ Part = StreamedTarget | ResidentTarget | EmptyTarget
 Target = Part | TiledTarget
 # As DTensor is. torch's type for it would make mypy take the rest for unreachable.
 _is_made_of_others: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
+_MAKING = "make an optimizer"  # as in "all ranks make an optimizer alike"
 # parameter → weak reference to the optimizer that updates it
 _owners: ByIdentity[torch.Tensor, weakref.ref[object]] = ByIdentity()
 
@@ -78,12 +79,6 @@ def own(
             empties.append(EmptyTarget(parameter, name=name, keeps_maximum=amsgrad))
             made[id(parameter)] = empties[-1]
         elif not entries:
-            if job.ranks.are_several:
-                raise NotYet(
-                    f"job {job.name!r}: parameters that are not offloaded come to several ranks in "
-                    f"a later version; offload the module that has {name!r} before you make its "
-                    "optimizer"
-                )
             spec = _resident_spec(parameter, name, tier, taken, job)
             spec.keeps_maximum = amsgrad
             resident.append((parameter, spec))
@@ -103,27 +98,12 @@ def own(
     # From here on the job's quota has to hold the optimizer's state as well.
     updated = job.declare(_updated_specs(moved, keeps_maximum=amsgrad)) if moved else []
     keeps_maximum = {shard.shard_id: shard.spec.keeps_maximum for shard in updated}
-    first = job.held_names.first_values
-    declared = job.declare([spec for _, spec in resident]) if resident else []
-    if declared:
-        _ = job.leases  # needs shared memory
-        first.learn_again()
-    new_names = {
-        shard.spec.name
-        for shard in declared
-        if not shard.written or first.is_unfinished(shard.spec.name)
-    }
-    with first.storing(new_names):
-        for (parameter, _), shard in zip(resident, declared, strict=True):
-            made[id(parameter)] = ResidentTarget(
-                parameter,
-                shard=Shard.of(shard),
-                written=shard.spec.name not in new_names,
-                update_count=shard.generation,
-                keeps_maximum=shard.spec.keeps_maximum,
-                job=job,
-            )
-        job.sync_if_needed()
+    if resident:
+        job.ranks.refuse_different(
+            {spec.name: f"{list(spec.shape)} {parameter.dtype}" for parameter, spec in resident},
+            _MAKING,
+        )
+        made.update(job.ranks.in_order(lambda: _resident(resident, job), _MAKING))
     job.held_names.claim([spec.name for _, spec in resident])
     targets: list[Target] = []
     for parameter in parameters:
@@ -146,6 +126,38 @@ def own(
     for empty in empties:
         empty.go_on_with(targets)
     return targets
+
+
+def _resident(
+    parameters: Sequence[tuple[torch.Tensor, types_pb2.ShardSpec]], job: Job
+) -> dict[int, ResidentTarget]:
+    """The targets of parameters that are not offloaded, by id, with the values that the job has or
+    gets."""
+    first = job.held_names.first_values
+    declared = job.declare([spec for _, spec in parameters])
+    _ = job.leases  # needs shared memory
+    if job.ranks.is_first:
+        first.learn_again()
+    else:
+        first.leave_to_first_rank()
+    new_names = {
+        shard.spec.name
+        for shard in declared
+        if not shard.written or first.is_unfinished(shard.spec.name)
+    }
+    made = {}
+    with first.storing(new_names):
+        for (parameter, _), shard in zip(parameters, declared, strict=True):
+            made[id(parameter)] = ResidentTarget(
+                parameter,
+                shard=Shard.of(shard),
+                written=shard.spec.name not in new_names,
+                update_count=shard.generation,
+                keeps_maximum=shard.spec.keeps_maximum,
+                job=job,
+            )
+        job.sync_if_needed()
+    return made
 
 
 def decide_maximum(targets: Sequence[Part], *, amsgrad: bool, job: Job) -> None:

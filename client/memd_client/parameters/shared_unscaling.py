@@ -1,0 +1,99 @@
+"""A GradScaler over gradients that several ranks share."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memd_client.parameters.gradients import GradientBytes
+from memd_client.parameters.lazy import LazyTensor, take_over
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memd_client.core.job import Job
+    from memd_client.parameters.gradients import GradientSlot
+
+_UNSCALING = "unscale gradients"  # as in "all ranks unscale gradients alike"
+_unscale: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def _unscale_together(
+    gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+) -> bool:
+    """torch's operation over what `p.grad` shows of `gradients`. Each is one rank's to check and
+    change, told by its place, and all ranks have what one has found. Returns whether several share
+    them, which they do unless this one has accumulated all of them by itself.
+
+    Raises:
+        InvalidArgument: ranks have other gradients, or these in another order, or another scale.
+        MemdError: another rank could not. If it has failed while they changed, they are void.
+    """
+    shown = [_whole(gradient) for gradient in gradients]
+    slots = [each.slot for each in shown if each is not None and each.slot is not None]
+    jobs = {each.job for each in shown if each is not None and each.job is not None}
+    if len(slots) != len(gradients) or len(jobs) != 1:
+        return False
+    job = jobs.pop()
+    ranks = job.ranks
+    # As in DistributedDataParallel, each rank divides what it has accumulated by itself.
+    if not ranks.are_several or all(job.rank_gradients.has_own(slot.shard) for slot in slots):
+        return False
+    job.rank_gradients.complete("unscale_()")
+    named = {f"gradient {at}": slot.shard.label for at, slot in enumerate(slots)}
+
+    def look() -> None:
+        for slot in slots:
+            slot.follow_assigned(job.gradient_leases_of(slot.shard))
+
+    def unscale() -> bool:
+        found = torch.zeros_like(found_inf)
+        for slot in slots[ranks.rank :: ranks.world_size]:
+            _unscale_one(slot, job, found, inverse_scale)
+        return bool(found)
+
+    ranks.refuse_different({"the scale": float(inverse_scale)} | named, _UNSCALING, look=look)
+    with job.rank_gradients.changing(_UNSCALING):
+        # After this nobody reads what others have not unscaled yet.
+        are_infinite = any(ranks.together(unscale, _UNSCALING))
+    if are_infinite:
+        found_inf.fill_(1.0)
+    for at, slot in enumerate(slots):
+        if at % ranks.world_size != ranks.rank and not _is_checked_only(inverse_scale):
+            leases = job.gradient_leases_of(slot.shard)
+            slot.prepare_change(leases)
+            slot.show_in_assigned(leases)
+    return True
+
+
+def _is_checked_only(inverse_scale: torch.Tensor) -> bool:
+    return float(inverse_scale) == 1.0
+
+
+@torch.no_grad()
+def _unscale_one(
+    slot: GradientSlot, job: Job, found_inf: torch.Tensor, inverse_scale: torch.Tensor
+) -> None:
+    with ExitStack() as held:
+        slot.hold_still(held)
+        leases = job.gradient_leases_of(slot.shard)
+        if _is_checked_only(inverse_scale):
+            _unscale([slot.read(leases).clone()], found_inf, inverse_scale)
+        else:
+            _unscale([slot.change(leases)], found_inf, inverse_scale)
+            slot.show_in_assigned(leases)
+
+
+def _whole(gradient: torch.Tensor) -> GradientBytes | None:
+    """None if `gradient` is not `p.grad` of a parameter."""
+    source = gradient.source if isinstance(gradient, LazyTensor) else None
+    if not isinstance(source, GradientBytes) or source.slot is None:
+        return None
+    return source if source.slot.is_shown_by(gradient) else None
+
+
+def share_unscaling() -> None:
+    """From now on ranks check and unscale gradients together. A second call does nothing."""
+    take_over(_unscale, _unscale_together)

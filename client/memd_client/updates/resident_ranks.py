@@ -1,0 +1,74 @@
+"""Parameters that stay in the processes of several ranks, where DistributedDataParallel averages
+their gradients."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from memd_client.base.tensor_bytes import checksum_of
+from memd_client.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from memd_client.core.job import Job
+    from memd_client.updates.resident_target import ResidentTarget
+
+
+def refuse_apart(targets: Sequence[ResidentTarget], job: Job, *, look: Callable[[], None]) -> None:
+    """Before a step over `targets`, of which one rank gives the gradient and the first the value:
+    all ranks have the same. Each calls `look` before.
+
+    Raises:
+        InvalidArgument: on all ranks, with the first difference.
+        Exception: of `look`.
+        MemdError: on the other ranks, if it has failed on one.
+    """
+    ranks = job.ranks
+    if not ranks.are_several:
+        look()
+        return
+
+    found: list[tuple[str, int, int]] = []
+
+    def digest() -> bytes:
+        look()
+        for target in targets:
+            target.check_gradient()
+        found.extend(
+            (
+                target.shard.label,
+                checksum_of(target.gradient_for_reading()),
+                checksum_of(target.value_for_reading()),
+            )
+            for target in targets
+        )
+        return hashlib.blake2b(repr(found).encode()).digest()
+
+    # All tell all what they have only where it differs.
+    if len(set(ranks.together(digest, "step"))) == 1:
+        return
+    for rank, others in enumerate(ranks.exchange(found, "compare steps")):
+        for (label, gradient, value), other in zip(found, others, strict=False):
+            if other[0] != label:
+                break
+            what = "gradient" if other[1] != gradient else "value"
+            if other[1:] != (gradient, value):
+                raise InvalidArgument(
+                    f"job {job.name!r}: the {what} of {label!r} is another one on rank {rank} than "
+                    f"on rank {ranks.rank}, and no step is made. Parameters that are not offloaded "
+                    "are the same on all ranks: wrap their model in DistributedDataParallel, which "
+                    "averages gradients, and change either on all ranks by what is equal on all"
+                )
+        if [each[0] for each in others] != [each[0] for each in found]:
+            raise InvalidArgument(
+                f"job {job.name!r}: rank {rank} steps with gradients of other parameters that are "
+                f"not offloaded than rank {ranks.rank}, or in another order: "
+                f"{_only(others, found)} there, {_only(found, others)} here"
+            )
+
+
+def _only(some: Iterable[tuple[str, int, int]], others: Iterable[tuple[str, int, int]]) -> str:
+    left = [label for label, *_ in some if label not in {each[0] for each in others}]
+    return f"{left[0]!r} and {len(left) - 1} more" if left else "no other"
