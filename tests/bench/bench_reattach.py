@@ -1,7 +1,8 @@
 """How long after a trainer was killed its successor has made a step: process, torch, attach, step.
 
 The attach does not depend on how much the job holds: it is measured for the demo's model and for
-one with --factor times its parameters.
+one with --factor times its parameters. Most of it is the import of memd_client, from bytecode as an
+installed package has it: without, it takes twice as long.
 
 Run: python tests/bench/bench_reattach.py [--json FILE] [--runs N] [--factor N]
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -61,7 +63,14 @@ def train(address: str, parameter_count: int) -> None:
 class Trainer:
     def __init__(self, address: str, parameter_count: int) -> None:
         command = [sys.executable, __file__, "--train", address, str(parameter_count)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            # The first trainer leaves bytecode behind, whatever this shell is told.
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
+        )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
