@@ -27,7 +27,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 import memd_client
 from memd_client.checkpoints import checkpoint_reader, torch_archive
 from memd_client.checkpoints.checkpoint_files import CheckpointFile, CheckpointFiles
-from memd_client.core import staged_values
+from memd_client.connection.reattach import ReattachingControl
+from memd_client.core import load as loads
 from memd_client.core.job_store import JobStore
 from memd_client.core.leases import Leases
 from memd_client.core.tensor_streams import TensorStreams
@@ -125,8 +126,10 @@ class Killing:
 
     def __init__(self, at: int) -> None:
         self._left = at
+        self.count = 0
 
     def note(self) -> None:
+        self.count += 1
         self._left -= 1
         if self._left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -185,20 +188,29 @@ def kill_in_memd(at: int) -> Killing:
     killing = Killing(at)
     killing.around(Leases, "value")
     killing.around(JobStore, "delete")
-    killing.around(TensorStreams, "put_moments")
-    killing.around(staged_values.StagedValues, "_sync")
+    killing.around(TensorStreams, "begin_put_moments")
+    for name in ("sync", "create_snapshot", "drop_snapshot"):
+        killing.around(ReattachingControl, name)
     return killing
 
 
-def load(what: str, path: Path, at: int = 0, *, begins: Callable[[], None] = nobody) -> int:
+def load(
+    what: str,
+    path: Path,
+    at: int = 0,
+    *,
+    begins: Callable[[], None] = nobody,
+    count_in: Path | None = None,
+) -> int:
+    """Writes the number of its moments to a file, if there is one."""
     session = connect()
     model = memd_client.offload(Model(3), session)
     optimizer = memd_client.AdamW(model.parameters(), lr=0.0)
     state = everything(model, optimizer)
     killing = kill_in_memd(at)
     killing.around(CheckpointFile, "read")
-    killing.around(checkpoint_reader._Loading, "read_runs")
-    staged_values._BEHIND_BYTES = 1  # a commit is under way while the next value is staged
+    killing.around(checkpoint_reader._Loading, "read_part")
+    loads._BEHIND_BYTES = 1  # a commit is under way while the next value is read
     begins()
     if what == "load":
         memd_client.load_safetensors(model, path, session)
@@ -207,12 +219,14 @@ def load(what: str, path: Path, at: int = 0, *, begins: Callable[[], None] = nob
     else:
         state_dict_loader.load(state, storage_reader=memd_client.checkpoint.Reader(path))
         optimizer.load_state_dict(state["optimizer"])
+    if count_in is not None:
+        count_in.write_text(str(killing.count))
     session.close()
     return 0
 
 
 def finish(at: int) -> int:
-    """A session that finishes what a killed one has begun, and is killed at that."""
+    """A session that comes after a killed one, and is killed too."""
     kill_in_memd(at)
     return look()
 
@@ -323,9 +337,13 @@ def kill_loads(folder: Path, stride: int, what: str) -> Counter[str]:
     path = prepared(folder, what)
     seen: Counter[str] = Counter()
     assert in_child(lambda: begin(OLD)) == 1
-    for at in range(1, 1000, stride):
+    assert in_child(partial(load, what, path, count_in=folder / "count")) == 0
+    count = int((folder / "count").read_text())
+    assert in_child(lambda: begin(OLD)) == 1
+    # The last moment, or one of the last, comes after the one from which the load counts.
+    for at in sorted({*range(1, count, stride), *range(count - 3, count + 2)}):
         status = in_child(partial(load, what, path, at))
-        # The next session may be killed too, at what it finishes.
+        # The next session may be killed too.
         again = in_child(partial(finish, 1 + at % 7))
         found = in_child(look)
         assert found in (ALL_OLD, ALL_NEW[what]), (at, found)

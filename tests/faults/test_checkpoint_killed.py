@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,10 @@ import pytest
 
 import memd_client
 from memd_client.checkpoints.checkpoint_files import CheckpointFile
-from memd_client.parameters.residency import Residency
+from memd_client.connection.reattach import ReattachingControl
 from tests.faults.killed_checkpoint import NEW, OLD, Model, seed_of
 
 if TYPE_CHECKING:
-    import torch
-
     from tests.daemons import Daemon
     from tests.faults.restarts import Restarts
 
@@ -114,35 +113,39 @@ def test_ten_kills_at_random_moments_leave_all_of_it_or_nothing(
 
 
 def killing(restarts: Restarts, number: int, *, with_memory: bool, monkeypatch: Any) -> list[str]:
-    """The daemon is killed at this of a load's moments: a read of the file, or a value that moves
-    to its shard. Says what had happened by then."""
+    """The daemon is killed at this of a load's moments: a read of the file, or the end. Says what
+    had happened by then."""
     moments: list[str] = []
 
     def note(what: str) -> None:
         moments.append(what)
         if len(moments) == number:
-            if not with_memory:
-                os.kill(restarts.holder_process_id(), signal.SIGKILL)
-            restarts.kill_and_begin_start()
+            kill_daemon(restarts, with_memory=with_memory)
 
-    read, write = CheckpointFile.read, Residency.write
+    read, drop = CheckpointFile.read, ReattachingControl.drop_snapshot
 
     def noted_read(file: CheckpointFile, begin: int, into: memoryview) -> None:
         note("read")
         read(file, begin, into)
 
-    def noted_write(residency: Residency, value: torch.Tensor) -> None:
-        note("moved")
-        write(residency, value)
+    def noted_drop(control: ReattachingControl, request: Any) -> Any:
+        note("end")
+        return drop(control, request)
 
     monkeypatch.setattr(CheckpointFile, "read", noted_read)
-    monkeypatch.setattr(Residency, "write", noted_write)
+    monkeypatch.setattr(ReattachingControl, "drop_snapshot", noted_drop)
     return moments
 
 
-@pytest.mark.parametrize("number", [3, 9])
+def kill_daemon(restarts: Restarts, *, with_memory: bool) -> None:
+    if not with_memory:
+        os.kill(restarts.holder_process_id(), signal.SIGKILL)
+    restarts.kill_and_begin_start()
+
+
+@pytest.mark.parametrize(("number", "moment"), [(3, "read"), (7, "end")])
 def test_a_load_goes_on_when_the_daemon_is_killed(
-    restarts: Restarts, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+    restarts: Restarts, tmp_path: Path, number: int, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memd_client.save_safetensors(Model(NEW), tmp_path / "a.safetensors")
     session = memd_client.connect(restarts.daemon.address, job="checkpoint")
@@ -150,15 +153,15 @@ def test_a_load_goes_on_when_the_daemon_is_killed(
     moments = killing(restarts, number, with_memory=True, monkeypatch=monkeypatch)
     memd_client.load_safetensors(model, tmp_path / "a.safetensors", session)
     monkeypatch.undo()
-    assert moments[number - 1] == ("read" if number == 3 else "moved")
+    assert moments[number - 1] == moment
     restarts.settle()
     assert seed_of(model.state_dict()) == NEW
     session.close()
 
 
-@pytest.mark.parametrize(("number", "found"), [(3, OLD), (9, NEW)])
-def test_a_load_is_whole_on_disk_when_the_daemon_s_memory_is_lost(
-    restarts: Restarts, tmp_path: Path, number: int, found: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [3, 7])
+def test_a_job_goes_back_when_the_daemon_s_memory_is_lost_before_a_load_counts(
+    restarts: Restarts, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memd_client.save_safetensors(Model(NEW), tmp_path / "a.safetensors")
     session = memd_client.connect(restarts.daemon.address, job="checkpoint")
@@ -167,11 +170,32 @@ def test_a_load_is_whole_on_disk_when_the_daemon_s_memory_is_lost(
     with pytest.raises(memd_client.SessionFenced):
         memd_client.load_safetensors(model, tmp_path / "a.safetensors", session)
     monkeypatch.undo()
+    assert_stored(restarts, session, OLD)
+
+
+def test_a_load_that_has_returned_is_on_disk(restarts: Restarts, tmp_path: Path) -> None:
+    memd_client.save_safetensors(Model(NEW), tmp_path / "a.safetensors")
+    session = memd_client.connect(restarts.daemon.address, job="checkpoint")
+    model = memd_client.offload(Model(OLD), session)
+    memd_client.load_safetensors(model, tmp_path / "a.safetensors", session)
+    kill_daemon(restarts, with_memory=False)
+    assert_stored(restarts, session, NEW)
+
+
+def test_first_values_are_on_disk_when_offload_has_returned(restarts: Restarts) -> None:
+    session = memd_client.connect(restarts.daemon.address, job="checkpoint")
+    memd_client.offload(Model(OLD), session)
+    kill_daemon(restarts, with_memory=False)
+    assert_stored(restarts, session, OLD)
+
+
+def assert_stored(restarts: Restarts, session: memd_client.Session, seed: int) -> None:
+    """In the job of a session whose daemon's memory is gone."""
     daemon = restarts.settle()
-    with pytest.raises(memd_client.SessionFenced):
+    with suppress(memd_client.SessionFenced):
         session.close()
     with memd_client.connect(daemon.address, job="checkpoint") as again:
         model = memd_client.offload(Model(3), again)
-        assert seed_of(model.state_dict()) == found
+        assert seed_of(model.state_dict()) == seed
         names = [shard.spec.name for shard in again.transaction.job.shards.list_all()]
         assert not [name for name in names if name.startswith("@load/")]

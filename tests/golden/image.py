@@ -171,7 +171,7 @@ def moments(server: Server, session_id: int, shard: Any) -> str:
     for first in range(0, count, TILE_ELEMENTS):
         some = min(TILE_ELEMENTS, count - first)
         for part in server.read_moments(
-            session_id, shard.shard_id, first, some, timeout_s=TIMEOUT_S
+            session_id, shard.shard_id, first, some, with_master=False, timeout_s=TIMEOUT_S
         ):
             digest.update(part)
     return digest.hexdigest()

@@ -163,10 +163,17 @@ class Loop:
             session.put("x", torch.arange(3.0))
             session.get("x")
         elif what == 4:
-            with torch.no_grad():
-                model(batch(0))
+            self._evaluate()
         elif what == 5:
             self.session.commit(wait=True) if not self.tracks else self.session.committed_step
+
+    def _evaluate(self) -> None:
+        try:
+            with torch.no_grad():
+                self.model(batch(0))
+        finally:
+            # torch's own: an interrupt within __enter__ or __exit__ leaves the gradient mode off.
+            torch.set_grad_enabled(True)
 
 
 class Sender:

@@ -138,6 +138,7 @@ PARTS = (
     Part("upgrades", python("tests.compat.upgrades"), "--count", 5),
     Part("power-cuts", POWER_CUTS, "--states", 1_000_000, ("--restarts", "1")),
     Part("power-cuts-early", POWER_CUTS, "--states", 200_000, ("--early", "1")),
+    Part("power-cuts-loads", POWER_CUTS, "--states", 200_000, ("--loads", "1", "--restarts", "1")),
     Part("damaged-images", POWER_CUTS, "--images", 100_000),
     *(
         Part(
