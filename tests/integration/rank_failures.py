@@ -8,6 +8,7 @@ See `rank_programs`. "all" and "late" run several of them, one after the other.
 from __future__ import annotations
 
 import copy
+import time
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -274,6 +275,9 @@ def unscaled(address: str) -> dict[str, Any]:
         found["assigned"] = [each.tolist() for each in mine]
         optimizer.zero_grad()
         scaler = backward(float("inf") if rank else 1.0)
+        scaler.unscale_(optimizer)
+        if rank:
+            time.sleep(1)  # rank 0 goes on with a step that the daemon can't close yet
         scaler.step(optimizer)
         scaler.update()
         trained.refuse("left", lambda: scaler.unscale_(optimizer))

@@ -90,6 +90,12 @@ class Job:
             control=control,
             leases=leases,
         )
+        self._steps = Steps(
+            job=name,
+            committed_step=attached.committed_step,
+            durable_step=attached.durable_step,
+            leases=leases,
+        )
         self._rank_gradients = RankGradients(
             job=name,
             session_id=attached.session_id,
@@ -98,12 +104,7 @@ class Job:
             leases=leases,
             parameters=self._shards,
             can_keep_own=attached.can_keep_rank_sums,
-        )
-        self._steps = Steps(
-            job=name,
-            committed_step=attached.committed_step,
-            durable_step=attached.durable_step,
-            leases=leases,
+            settle=self._steps.settle_for_lease,
         )
         snapshots = TemporarySnapshots(name, control, retrying)
         self._store = JobStore(

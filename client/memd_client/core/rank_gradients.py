@@ -70,13 +70,16 @@ class RankGradients:
         leases: Leases | None,
         parameters: Parameters,
         can_keep_own: bool,
+        settle: Callable[[], None],
     ) -> None:
+        """`settle` waits for the step in flight."""
         self._job = job
         self._ranks = ranks
         self._calls = RankCalls(session_id=session_id, ranks=ranks, control=control)
         self._leases = leases
         self._parameters = parameters
         self._can_keep_own = can_keep_own
+        self._settle = settle
         self._lock = RLock()
         self._sums = _Sums.BEGUN
         self._reason = ""  # what has made them COMPLETE or VOID
@@ -314,6 +317,7 @@ class RankGradients:
                 backwards, or nothing else; or the sums are void.
             SessionFenced: a rank has ended.
             DeadlineExceeded: names the ranks that have not come here in time.
+            MemdError: of the step in flight.
         """
         if not self._ranks.are_several:
             return
@@ -326,6 +330,9 @@ class RankGradients:
                 f"job {self._job!r}: {what} in backward, where the gradients of the "
                 f"{self._ranks.world_size} ranks are not averaged yet; do it after backward"
             )
+        # A step takes the end of all gradients before it. No lease of a backward has waited until
+        # the daemon has that step, so this end could come before it.
+        self._settle()
         self._end(is_without_backward=True)
 
     @contextmanager
