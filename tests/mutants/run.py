@@ -248,11 +248,13 @@ class PythonTests:
         # At its exit an interpreter may write below pytest's own last line.
         lines = run.stdout.splitlines()
         ends = [
-            line for line in lines if re.fullmatch(r".*\b[0-9]+ (failed|passed)\b.* in .*", line)
+            line
+            for line in lines
+            if re.fullmatch(r".*\b[0-9]+ (failed|passed|errors?)\b.* in .*", line)
         ]
         last = ends[-1] if ends else "".join(lines[-1:])
-        # A test may look once more in what it has opened: it passed, and there was an error.
-        if run.returncode == 1 and re.search(r"\b[0-9]+ failed\b|passed, [0-9]+ error", last):
+        # An error is a fixture's, before or after a test: what can't be collected exits with 2.
+        if run.returncode == 1 and re.search(r"\b[0-9]+ (failed|errors?)\b", last):
             return run.stdout
         if run.returncode == 0 and re.search(r"\b[0-9]+ passed\b", last):
             return None
