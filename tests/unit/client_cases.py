@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memd_client
 from memd_client import Session
+from memd_client.base.sizes import TILE_ELEMENTS
 from memd_client.core.job import Job
 from memd_client.core.tensor_streams import TensorStreams
 
@@ -1745,6 +1746,20 @@ class TestOptimizerState:
         for module, each in ((model, optimizer), (reference, torchs)):
             train_one_step(module, each, 1)
         assert_same_state(model, reference)
+
+    def test_what_a_call_names_is_filled_again_only_when_the_daemon_has_answered(
+        self, session: Session
+    ) -> None:
+        """There are more tiles than one call takes, and the fake daemon reads late."""
+        layer = nn.Linear(6 * 1024, TILE_ELEMENTS // 1024, bias=False)
+        model = memd_client.offload(layer, session)
+        optimizer = memd_client.AdamW(model.parameters())
+        state = optimizer.state_dict()
+        shape = next(model.parameters()).shape
+        wanted = {name: torch.rand(shape) for name in ("exp_avg", "exp_avg_sq")}
+        state["state"] = {0: {"step": torch.tensor(3.0), **wanted}}
+        optimizer.load_state_dict(state)
+        assert_same_moments(optimizer.state_dict(), state)
 
     def test_a_state_that_lists_parameters_and_no_moments_is_refused(
         self, mlp: tuple[Mlp, Mlp]

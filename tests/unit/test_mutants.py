@@ -19,6 +19,7 @@ from tests.mutants.run import (
     PythonTests,
     bugs,
     place_of,
+    planted_in,
     source_of_test,
 )
 
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("bug", bugs(), ids=lambda bug: bug.name)
-def test_a_bug_has_one_place_and_a_test_that_exists(bug: Bug) -> None:
-    place_of(bug, ROOT)
+def test_a_bug_has_one_place_where_it_compiles_and_a_test_that_exists(bug: Bug) -> None:
+    place = place_of(bug, ROOT)
     assert bug.find.split() != bug.replace.split()
+    if place.suffix == ".py":
+        compile(planted_in(place.read_text(), bug), str(place), "exec")
     if bug.is_native:
         expect_native_test(bug)
     else:
