@@ -31,8 +31,9 @@ SANITIZERS := address thread
 NATIVE_SOURCES = $(wildcard native/*/*.h native/*/*.cc native/store/*/*.h native/store/*/*.cc tests/native/*.h tests/native/*.cc \
   tests/native/*/*.h tests/native/*/*.cc tests/device/native/*.h tests/device/native/*.cc)
 # A file of tests stays in one of the two processes, and so does the daemon that its tests share.
-# passive: torch's threads that spin for the next operation take the processors from the other process.
-TWO_PYTESTS := OMP_WAIT_POLICY=passive python -m pytest -n 2 --dist loadfile
+# passive: torch's threads that spin for the next operation take the processors from the other process. durations: the
+# slowest are the first to look at when `make test` takes longer than 20 minutes.
+TWO_PYTESTS := OMP_WAIT_POLICY=passive python -m pytest -n 2 --dist loadfile --durations=30
 # In processes of their own: they install a device. Not where PYTEST_ARGS names files. 5: selects none.
 DEVICE_TESTS = $(if $(findstring tests/,$(PYTEST_ARGS)),true,$(IN_VENV) $(TWO_PYTESTS) tests/device)
 
