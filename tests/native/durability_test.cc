@@ -234,6 +234,51 @@ TEST(DurabilityBytes, a_resident_step_copies_16_bytes_a_parameter_and_every_tent
   }
 }
 
+TEST(DurabilityGradients, go_with_the_update_where_the_step_cannot_be_undone) {
+  for (const bool is_in_memory : {true, false}) {
+    SCOPED_TRACE(is_in_memory ? "every:9" : "step");
+    Heart heart(std::make_shared<MemoryDisk>(kDiskBytes),
+                testing::HeartOptions{.workers_by_hand = true});
+    heart.when_idle = [&] { return heart.workers().run_next().has_value(); };
+    const uint64_t session = heart.attach(
+        heart.open("job", 8, kQuotaBytes, durability(is_in_memory ? "every:9" : "step")));
+    const auto ids = heart.declare(
+        session, {parameter("first", kTileElements), parameter("second", kTileElements)});
+    for (const uint32_t id : ids) {
+      heart.write(session, id, numbers(kTileElements, id));
+      heart.write(session, id, numbers(kTileElements, id + 7), Part::gradient);
+    }
+    const Job& job = heart.job(session);
+    const Entry& first = *job.shards().find_entry(ids[0], Part::gradient);
+    const Entry& second = *job.shards().find_entry(ids[1], Part::gradient);
+    bool is_answered = false;
+    heart.store().operations().step(
+        {.session_id = session, .groups = {{.settings = {}, .shard_ids = ids}}},
+        [&](const Status& status, const StepReport&) {
+          EXPECT_TRUE(status.is_ok()) << status.message();
+          is_answered = true;
+        });
+    ASSERT_TRUE(heart.until([&] { return job.shards()[ids[0]].is_uncommitted; }));
+    EXPECT_FALSE(is_answered);
+    EXPECT_EQ(first.slot() == nullptr, is_in_memory);
+    EXPECT_NE(second.slot(), nullptr);
+    if (is_in_memory) {
+      // No zeros are read in its place, and none is added to it.
+      const Held read = heart.lease(session, ids[0], LeaseMode::read, Part::gradient);
+      EXPECT_EQ(read.status.code(), StatusCode::not_found) << read.status.message();
+      const auto written = heart.ask(session, ids[0], LeaseMode::write, Part::gradient);
+      heart.turn();
+      EXPECT_FALSE(written->has_value());
+      ASSERT_TRUE(heart.until([&] { return written->has_value(); }));
+      EXPECT_EQ(job.progress().committed_step(), 1U);
+      EXPECT_EQ((**written).as<float>()[0], 0.0F);
+      heart.release(**written);
+    }
+    ASSERT_TRUE(heart.until([&] { return is_answered; }));
+    EXPECT_EQ(second.slot(), nullptr);
+  }
+}
+
 TEST(DurabilityStopped, a_job_that_no_catalogue_names_is_gone_once_nobody_uses_it) {
   Heart heart(std::make_shared<MemoryDisk>(kDiskBytes));
   const uint64_t job_id = heart.open("job", 2, kQuotaBytes, durability("every:4"));

@@ -43,6 +43,7 @@ struct Settings {
   double moved_to_necessary_max = 1.05;
   bool in_backward = false;  // a parameter is updated as soon as its gradient is final
   uint64_t quota_bytes = 480_MiB;
+  uint32_t micro_batches = 1;
 };
 
 uint64_t sum(const std::vector<uint64_t>& sizes) {
@@ -76,12 +77,8 @@ class Training {
   }
 
   void step() {
-    for (const uint32_t id : ids_) use(id);
-    for (size_t i = ids_.size(); i-- > 0;) {
-      use(ids_[i]);
-      use(ids_[i], LeaseMode::overwrite, Part::gradient);
-      if (settings_.in_backward) make_early(ids_[i]);
-    }
+    for (uint32_t i = 0; i < settings_.micro_batches; ++i)
+      pass(i == 0 ? LeaseMode::overwrite : LeaseMode::write);
     const StepRequest request{.session_id = session_id_,
                               .groups = {{.settings = {}, .shard_ids = ids_}},
                               .staged_buffers = {},
@@ -120,6 +117,15 @@ class Training {
     }
     return specs;
   }
+  /// Forward and backward of one micro-batch.
+  void pass(LeaseMode of_gradients) {
+    for (const uint32_t id : ids_) use(id);
+    for (size_t i = ids_.size(); i-- > 0;) {
+      use(ids_[i]);
+      use(ids_[i], of_gradients, Part::gradient);
+      if (settings_.in_backward) make_early(ids_[i]);
+    }
+  }
   void make_early(uint32_t id) {
     heart_.store().gradients().is_final(session_id_, id);
     if (settings_.pace != Settings::Pace::slow) return;
@@ -152,6 +158,17 @@ class Training {
 const Durability kStep = Durability::of_code(Durability::kStep);
 const Durability kEvery4 = Durability::of_code(4);
 const Durability kEvery10 = Durability::of_code(10);
+
+/// Two micro-batches a step.
+Settings twice(const char* name, uint32_t cache_divisor, double moved_to_necessary_max) {
+  return {.name = name,
+          .cache_divisor = cache_divisor,
+          .durability = kEvery10,
+          .period_steps = 10,
+          .pace = Settings::Pace::slow,
+          .moved_to_necessary_max = moved_to_necessary_max,
+          .micro_batches = 2};
+}
 
 class StepBytes : public ::testing::TestWithParam<Settings> {};
 
@@ -209,7 +226,9 @@ INSTANTIATE_TEST_SUITE_P(
                       Settings{"eighth_overlapped", 8, kStep, 1, Settings::Pace::overlapped},
                       Settings{"half_every_10", 2, kEvery10, 10, Settings::Pace::slow, 1.45},
                       Settings{"quarter_every_10", 4, kEvery10, 10, Settings::Pace::slow, 1.2},
-                      Settings{"eighth_every_10", 8, kEvery10, 10, Settings::Pace::slow, 1.1}),
+                      Settings{"eighth_every_10", 8, kEvery10, 10, Settings::Pace::slow, 1.1},
+                      twice("half_twice", 2, 1.45),
+                      twice("quarter_twice", 4, 1.2)),
     [](const auto& param) { return param.param.name; });
 
 /// Read and written a step, once there is a plan.

@@ -201,7 +201,8 @@ def fewest_mib_in_memory(
     """Of one step where commits are in memory and every `period_steps`-th is on disk as well.
 
     What only memory has lies in the private side, as whole tiles, since a trainer can write to the
-    arena; published values and gradients lie in the arena. A segment of the arena never goes back,
+    arena; published values and gradients lie in the arena. A gradient goes with its update. A
+    segment of the arena never goes back,
     so that the sides have one size for all of a step: `private_mib`, or the best one. Whoever may
     keep parts of parameters, and knows everything, moves no less.
 
@@ -212,6 +213,7 @@ def fewest_mib_in_memory(
     count = len(parameters)
     value_uses: list[list[int]] = [[] for _ in parameters]
     gradient_begin = [0] * count
+    gradient_end = [0] * count
     used: list[list[int]] = []  # by time, whose value is in use in the arena
     for index in range(count):
         value_uses[index].append(len(used))
@@ -222,6 +224,7 @@ def fewest_mib_in_memory(
         used += [[index], []]
     for index in range(count):
         value_uses[index].append(len(used))
+        gradient_end[index] = len(used)
         used.append([])  # an update goes through the private side
     period = len(used)
 
@@ -246,7 +249,9 @@ def fewest_mib_in_memory(
                 stays[(begin + distance) % period].append((number, mib[index]))
     limits.append(([*((index, 3 * mib[index]) for index in range(count)), (private, -1)], 0))
     for time in range(period):
-        held = [index for index in range(count) if gradient_begin[index] <= time]
+        held = [
+            index for index in range(count) if gradient_begin[index] <= time <= gradient_end[index]
+        ]
         terms = [*stays[time], *((count + index, -mib[index]) for index in held), (private, 1)]
         limits.append((terms, cache_mib - sum(mib[used[time]]) - sum(mib[held])))
 
@@ -378,9 +383,9 @@ def test_the_store_moves_at_most_a_twentieth_more_than_the_bound(
 
 
 # The arena comes first: no tile stays dirty at a quarter and an eighth, a sixth of them at a half.
-# What other sides could save is a fifth of the bytes at a half, and a twentieth at a quarter.
+# What other sides could save is a quarter of the bytes at a half, and an eighth at a quarter.
 @pytest.mark.parametrize(
-    ("cache", "most_to_best"), [("half", 1.3), ("quarter", 1.08), ("eighth", 1.06)]
+    ("cache", "most_to_best"), [("half", 1.36), ("quarter", 1.16), ("eighth", 1.1)]
 )
 def test_the_store_moves_few_bytes_with_commits_in_memory(
     counted: dict[str, dict[str, Any]], cache: str, most_to_best: float

@@ -170,6 +170,8 @@ bool Leases::has_bytes(const Try& asked) const {
     case Part::value:
       return shard.written;
     case Part::gradient:
+      // Those of a closed step go with the update.
+      if (shard.contributors.is_sealed()) return entry.slot() != nullptr || entry.has_replica();
       return !shard.contributors.empty();
     case Part::rank_sum:
       return parts_.shards.rank_sums().has(request.rank, shard.bucket, request.shard_id);

@@ -136,13 +136,24 @@ void PlanProgress::close_step(uint64_t session_id,
   Session* const session = planned(session_id);
   if (session == nullptr) return;
   PlanCut cut{.step = step, .use_tail = session->ring.use_tail(), .updates = {}, .is_made = false};
-  for (const uint32_t index : buckets)
+  const auto update = [&](uint32_t index) {
     cut.updates.push_back(
         {.item = parts_.shards.bucket(index).value->id(), .kind = UseKind::change});
-  // A step that fails is made again with them: they are held until its commit.
-  for (const uint32_t index : buckets)
+  };
+  const auto let_gradient_go = [&](uint32_t index) {
     cut.updates.push_back(
         {.item = parts_.shards.bucket(index).gradient->id(), .kind = UseKind::last});
+  };
+  if (parts_.durability.is_in_memory()) {
+    for (const uint32_t index : buckets) {
+      update(index);
+      let_gradient_go(index);
+    }
+  } else {
+    // A step that fails is made again with them: they are held until its commit.
+    for (const uint32_t index : buckets) update(index);
+    for (const uint32_t index : buckets) let_gradient_go(index);
+  }
   // Not known before the period is cut; nothing of the step waits for that.
   necessary_bytes_ = 0;
   session->plan->cut(std::move(cut));

@@ -32,6 +32,9 @@ class JobOperations::StepCalls final : public StepGate {
                       const std::function<bool(const Shard&)>& chosen) override {
     operations_.gradients_.drop(job_, buckets, chosen);
   }
+  void drop_gradient_bytes(Entry& gradient) override {
+    job_.drop_gradient(gradient, operations_.parts_.extents);
+  }
 
  private:
   JobOperations& operations_;

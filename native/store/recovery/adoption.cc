@@ -458,13 +458,23 @@ void Adoption::restore_piece(const KeptTile& tile, std::byte* value) const {
 
 // ---- What the job goes on with ------------------------------------------------------------------
 
+/// All tiles of the bucket are updated, and its gradient may have gone with that.
+bool Adoption::is_made(uint32_t bucket) const {
+  for (size_t tile = 0; tile < job_.shards.bucket(bucket).tile_count(); ++tile) {
+    const MadeTile* const made = job_.tiles.made(tile_key(bucket, tile));
+    if (made == nullptr || !made->is_whole) return false;
+  }
+  return true;
+}
+
 Status Adoption::check_steps_can_be_made() const {
   for (const ClosedStep& step : remembered_.contents().steps) {
     for (const StepGroup& group : step.request.groups) {
       for (const uint32_t shard_id : group.shard_ids) {
         const Entry* const gradient = job_.shards.find_entry(shard_id, Part::gradient);
         if (gradient == nullptr) return damaged("a closed step of a shard that is no parameter");
-        if (gradient->bytes() != 0 && gradient->slot() == nullptr && !gradient->has_replica()) {
+        const bool has_bytes = gradient->slot() != nullptr || gradient->has_replica();
+        if (gradient->bytes() != 0 && !has_bytes && !is_made(gradient->owner())) {
           return damaged("a closed step has no gradient of ", job_.shards.describe(*gradient));
         }
       }

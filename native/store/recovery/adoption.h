@@ -116,6 +116,7 @@ class Adoption {
   Status take_private_tile(const KeptTile& tile);
   Status take_host_tile(const KeptTile& tile);
   void restore_piece(const KeptTile& tile, std::byte* value) const;
+  bool is_made(uint32_t bucket) const;
   Status check_steps_can_be_made() const;
   /// After an error.
   void give_back();

@@ -286,7 +286,7 @@ void Step::update_bucket(size_t at, const std::shared_ptr<Join>& all) {
   Bucket& bucket = parts_.job.shards.bucket(index);
   auto updated =
       Join::start([self = shared_from_this(), &bucket, done = all->branch()](const Status& status) {
-        if (status.is_ok() && self->is_step_) self->shards_.publish_bucket(bucket);
+        if (status.is_ok() && self->is_step_) self->end_bucket(bucket);
         done(status);
       });
   // An empty one has empty tensors only.
@@ -301,6 +301,13 @@ void Step::update_bucket(size_t at, const std::shared_ptr<Join>& all) {
   updated->finish(Status::ok());
   parts_.job.conditions.go_on(
       [self = shared_from_this(), at, all] { self->update_bucket(at + 1, all); });
+}
+
+void Step::end_bucket(const Bucket& bucket) {
+  shards_.publish_bucket(bucket);
+  // A step that can be undone is made again with it. Of any other the next daemon takes made tiles
+  // as they are.
+  if (commit_.is_in_memory()) shards_.drop_gradient(bucket);
 }
 
 // ---- Committing and publishing ------------------------------------------------------------------
@@ -376,8 +383,8 @@ void Step::restore() {
   if (staged_.is_swapped()) staged_.exchange(false);
   shards_.publish_values();
   shards_.unseal();
-  // A session that has ended meanwhile tries no second time.
-  const auto is_dropped = [this](const Shard& shard) { return shards_.is_of_ended_session(shard); };
+  // A session that has ended meanwhile tries no second time, and without bytes none does.
+  const auto is_dropped = [this](const Shard& shard) { return shards_.is_gradient_over(shard); };
   const Shards& all = parts_.job.shards;
   if (std::none_of(all.begin(), all.end(), is_dropped)) return;
   // The next daemon would miss gradients of a step that is still closed.

@@ -114,6 +114,8 @@ class Step : public std::enable_shared_from_this<Step> {
   void update_buckets();
   /// Number `at` of the order; the next one in this turn or, where that has no more time, the next.
   void update_bucket(size_t at, const std::shared_ptr<Join>& all);
+  /// All of its tiles are made.
+  void end_bucket(const Bucket& bucket);
 
   void commit();
   void publish();

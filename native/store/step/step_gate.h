@@ -20,6 +20,8 @@ class StepGate {
   /// Drops the gradients of all shards of these buckets that are chosen.
   virtual void drop_gradients(const std::set<uint32_t>& buckets,
                               const std::function<bool(const Shard&)>& chosen) = 0;
+  /// The bytes of a gradient that nobody reads any more; whose gradient it is stays.
+  virtual void drop_gradient_bytes(Entry& gradient) = 0;
 };
 
 }  // namespace memd

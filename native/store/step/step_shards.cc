@@ -169,6 +169,19 @@ void StepShards::publish_bucket(const Bucket& bucket) const {
   MEMD_FAILPOINT("step.bucket_published");
 }
 
+void StepShards::drop_gradient(const Bucket& bucket) {
+  const StateParts& job = parts_.job;
+  Entry& gradient = *bucket.gradient;
+  // Others may add to the gradient of a shard that the step leaves.
+  const bool is_whole = std::all_of(
+      bucket.shards.begin(), bucket.shards.end(), [this](uint32_t id) { return contains(id); });
+  if (!is_whole || std::erase(held_, &gradient) == 0) return;
+  without_gradient_.insert(bucket.value->owner());
+  job.residencies.end_task(gradient);
+  gradient.end_step();
+  parts_.gate.drop_gradient_bytes(gradient);
+}
+
 // ---- The commit ---------------------------------------------------------------------------------
 
 void StepShards::end_ahead() const {
@@ -230,9 +243,10 @@ void StepShards::unseal(uint32_t shard_id) const {
     parts_.group.tell(other, void_gradient(parts_.job.job_name, shard.name(), only));
 }
 
-bool StepShards::is_of_ended_session(const Shard& shard) const {
-  return contains(parts_.job.shards.id_of(shard)) && shard.contributors.only() != 0 &&
-         parts_.session(shard.contributors.only()) == nullptr;
+bool StepShards::is_gradient_over(const Shard& shard) const {
+  if (!contains(parts_.job.shards.id_of(shard))) return false;
+  if (without_gradient_.contains(shard.bucket)) return true;
+  return shard.contributors.only() != 0 && parts_.session(shard.contributors.only()) == nullptr;
 }
 
 void StepShards::unseal() const {

@@ -55,6 +55,9 @@ class StepShards {
   void make_slot(Entry& value) const;
   /// The training group goes on with the new values at once. Everybody else sees what is committed.
   void publish_bucket(const Bucket& bucket) const;
+  /// The bucket is updated and cannot go back: its gradient's bytes go, where the step updates all
+  /// of its shards.
+  void drop_gradient(const Bucket& bucket);
 
   // The commit.
   /// No shard has a value that is not committed.
@@ -73,8 +76,8 @@ class StepShards {
   /// Gradients are their contributors' again; if one of them has ended, that one's alone, and the
   /// others are told.
   void unseal() const;
-  /// Nobody makes the step a second time with it.
-  bool is_of_ended_session(const Shard& shard) const;
+  /// Nobody makes the step a second time with it: its session has ended, or its bytes have gone.
+  bool is_gradient_over(const Shard& shard) const;
 
  private:
   void unseal(uint32_t shard_id) const;
@@ -87,6 +90,7 @@ class StepShards {
   std::unordered_map<uint32_t, const SummedGradients*> summed_;
   std::set<uint32_t> buckets_;
   std::vector<Entry*> held_;
+  std::set<uint32_t> without_gradient_;  // buckets whose gradient went with their update
   bool is_past_ = false;
 };
 
