@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from memd_client.transaction.transaction import Transaction
 
 _log = logging.getLogger("memd_client")
+_SCALING = "step under a GradScaler"  # as in "all ranks step under a GradScaler alike"
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 
@@ -243,9 +244,14 @@ class Adam(torch.optim.Optimizer):
         if self._ranks.are_several:
             # A rank that has made no gradient checks those of the others too.
             self._complete_gradients("GradScaler.step()")
-            scale = caller.f_locals["self"].get_scale()
-            self._ranks.refuse_different({"the scale": scale}, "step under a GradScaler")
+            self._refuse_other_scale(caller.f_locals["self"].get_scale())
         return True
+
+    def _refuse_other_scale(self, scale: float) -> None:
+        gradients = self._only_transaction().job.rank_gradients
+        if gradients.agreed(_SCALING) != scale:
+            self._ranks.refuse_different({"the scale": scale}, _SCALING)
+            gradients.note_agreed(_SCALING, scale)
 
     def shard_name(self, parameter: torch.Tensor) -> str:
         """The name under which memd has a parameter of this optimizer."""

@@ -8,10 +8,12 @@ See `rank_programs`. "all" and "late" run several of them, one after the other.
 from __future__ import annotations
 
 import copy
+import faulthandler
 import time
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import torch
 from torch import distributed, nn
@@ -22,7 +24,9 @@ import memd_client
 from memd_client.core.leases import MODE_READ, MODE_WRITE
 from memd_native import PART_GRADIENT
 from tests.integration.rank_programs import (
+    HANG_S,
     QUOTAS,
+    Branching,
     Reference,
     batch,
     batches,
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
 
     from memd_client.connection.calls import StepCall
     from memd_client.connection.shard import Shard
+    from memd_client.transaction.transaction import Staging, Transaction
     from memd_proto.v1 import session_pb2
 
 
@@ -85,7 +90,8 @@ class Trained:
 @contextmanager
 def failing(session: memd_client.Session, mode: int, *ranks: int) -> Iterator[None]:
     """Inside, these ranks lease no gradient in this mode."""
-    lease_gradient = session.leases.gradient
+    leases = session.leases  # asked for once: it waits for the step in flight
+    lease_gradient = leases.gradient
 
     def gradient(
         shard: Shard, asked: int = MODE_READ, *, part: int = PART_GRADIENT
@@ -94,11 +100,11 @@ def failing(session: memd_client.Session, mode: int, *ranks: int) -> Iterator[No
             raise memd_client.CapacityError("no room")
         return lease_gradient(shard, asked, part=part)
 
-    vars(session.leases)["gradient"] = gradient
+    vars(leases)["gradient"] = gradient
     try:
         yield
     finally:
-        del vars(session.leases)["gradient"]
+        del vars(leases)["gradient"]
 
 
 def one_raises(address: str) -> dict[str, Any]:
@@ -456,6 +462,163 @@ def repeated(address: str) -> dict[str, Any]:
     return found
 
 
+class Refusing:
+    """A part of each commit that one rank may refuse."""
+
+    def __init__(self) -> None:
+        self.refuses = False
+
+    def capture(self, number: int, transaction: Transaction) -> Staging:
+        del number, transaction
+        if self.refuses:
+            raise memd_client.InvalidArgument("refused here")
+        return list
+
+    def load(self, number: int, transaction: Transaction) -> Callable[[], None]:
+        del number, transaction
+        return lambda: None
+
+    def holds(self, number: int, transaction: Transaction) -> bool:
+        del number, transaction
+        return False
+
+
+# One rank waits here for another that does more; none gives up.
+PATIENCE_S = 60.0
+
+
+@contextmanager
+def staging_nothing(session: memd_client.Session, rank: int) -> Iterator[None]:
+    """Inside, `rank` finds no room for what a step writes beside its update."""
+
+    def write(shard: Shard, value: torch.Tensor) -> None:
+        raise memd_client.CapacityError(f"no room for {shard.label!r}: {value.nbytes}")
+
+    leases = session.leases
+    if distributed.get_rank() == rank:
+        vars(leases)["write"] = write
+    try:
+        yield
+    finally:
+        vars(leases).pop("write", None)
+
+
+def unsent(address: str) -> dict[str, Any]:
+    """One rank fails before its step is sent, and makes it again while the other waits in its
+    own."""
+    rank = distributed.get_rank()
+    torch.manual_seed(0)
+    model = Branching()
+    reference = Reference(copy.deepcopy(model), None)
+    with connected(address, PATIENCE_S) as session:
+        trained = Trained(session, model)
+        optimizer, refusing = trained.optimizer, Refusing()
+        session.transaction.add(refusing)
+
+        def backward(step: int) -> None:
+            reference.step([batch(step)])
+            optimizer.zero_grad()
+            scaler.scale(model(batch(step))).backward()
+
+        def step_again(step: Callable[[], Any], *, on: int) -> None:
+            distributed.barrier()  # the other rank has sent its step
+            if rank == on:
+                refusing.refuses = False
+                trained.errors["kept"] = str(len(trained.gradients()))
+                step()
+
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        backward(0)
+        with staging_nothing(session, 0):
+            trained.refuse("staged", optimizer.step)
+        step_again(optimizer.step, on=0)
+        backward(1)
+        refusing.refuses = rank == 1
+        trained.refuse("refused", optimizer.step)
+        step_again(optimizer.step, on=1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # which changes no bits
+        backward(2)
+        refusing.refuses = rank == 1
+        trained.refuse("scaled", lambda: scaler.step(optimizer))
+        step_again(lambda: scaler.step(optimizer), on=1)
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        wanted = reference.state()
+        trained.errors["differences"] = str([n for n in own if not torch.equal(own[n], wanted[n])])
+        return trained.found()
+
+
+def unsent_apart(address: str) -> dict[str, Any]:
+    """As `unsent`, of a model that stays in the processes, whose gradients ranks compare."""
+    rank = distributed.get_rank()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    reference = torch.optim.AdamW(copy.deepcopy(model).parameters(), lr=1e-2, fused=True)
+    with connected(address, PATIENCE_S) as session:
+        optimizer = memd_client.AdamW(model.named_parameters(), lr=1e-2, session=session)
+        refusing = Refusing()
+        session.transaction.add(refusing)
+        refusing.refuses = rank == 1
+        for parameter, plain in zip(
+            model.parameters(), reference.param_groups[0]["params"], strict=True
+        ):
+            parameter.grad = torch.full_like(parameter, 2.0)
+            plain.grad = parameter.grad.clone()
+        reference.step()
+        found: dict[str, Any] = {"refused": error_of(optimizer.step)} if rank else {}
+        if rank:
+            refusing.refuses = False
+        optimizer.step()
+        found["step"] = session.committed_step
+        found["values"] = [each.tolist() for each in model.parameters()]
+        found["wanted"] = [each.tolist() for each in reference.param_groups[0]["params"]]
+    return found
+
+
+def held(address: str) -> dict[str, Any]:
+    """As `unsent`, where a rank holds a gradient that it finds no room to keep."""
+    rank = distributed.get_rank()
+    with connected(address, PATIENCE_S) as session:
+        trained = Trained(session, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        last = list(trained.model.parameters())[-1]
+        optimizer, found = trained.optimizer, {}
+        trained.backward()
+        kept = last.grad
+        assert kept is not None
+        values = kept.tolist()
+        with failing(session, MODE_READ, 1):
+            trained.refuse("gradient", optimizer.step)
+        distributed.barrier()
+        if rank:
+            found["still"] = kept.tolist() == values and kept is last.grad
+            optimizer.step()
+        found["kept"] = kept.tolist() == values
+        return {**found, **trained.found()}
+
+
+def undropped(address: str) -> dict[str, Any]:
+    """Rank 1 can't drop one of its gradients, as all ranks do after they differed, and drops it
+    later."""
+    rank = distributed.get_rank()
+    with connected(address, PATIENCE_S) as session:
+        trained = Trained(session)
+        zero_grad = trained.optimizer.zero_grad
+        for _ in range(1 + rank):
+            with session.no_sync():
+                trained.backward()
+        trained.refuse("apart", trained.backward)
+        if rank:
+            first = vars(session.transaction.job.shards.parameters[0])
+            first["forget_gradient"] = Mock(side_effect=memd_client.MemdError("still held"))
+            trained.refuse("held", zero_grad)
+            left = [each for each in trained.model.parameters() if each.grad is not None]
+            trained.errors["left"] = str(len(left))
+            del first["forget_gradient"]
+        zero_grad()
+        trained.backward()
+        trained.optimizer.step()
+        return trained.found()
+
+
 class Buffered(nn.Module):
     """Buffers of dtypes that gloo does not know, and a count of forwards."""
 
@@ -536,6 +699,10 @@ PROGRAMS: tuple[Callable[[str], dict[str, Any]], ...] = (
     hooked,
     logged,
     repeated,
+    unsent,
+    unsent_apart,
+    held,
+    undropped,
     buffered,
     sparse,
     unconnected,
@@ -543,8 +710,12 @@ PROGRAMS: tuple[Callable[[str], dict[str, Any]], ...] = (
 
 
 def found_in(programs: Iterable[Callable[[str], dict[str, Any]]], address: str) -> dict[str, Any]:
-    """What each program has found, by its name."""
-    return {program.__name__: program(address) for program in programs}
+    """What each program has found, by its name. Each may take as long as one."""
+    found = {}
+    for program in programs:
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        found[program.__name__] = program(address)
+    return found
 
 
 if __name__ == "__main__":

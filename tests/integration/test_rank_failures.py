@@ -199,6 +199,44 @@ def test_a_rank_whose_answer_was_lost_makes_the_step_again_alone(found: Found) -
     assert first["values"] == second["values"]
 
 
+def test_what_one_rank_fails_in_before_its_step_is_sent_it_makes_again(found: Found) -> None:
+    first, second = found("unsent")
+    assert first["staged"].startswith("CapacityError: no room for ")
+    assert second["refused"] == second["scaled"] == "InvalidArgument: refused here"
+    assert second["staged"] == first["refused"] == first["scaled"] == "no error"
+    for each in (first, second):
+        assert int(each["kept"]) > 0  # gradients that it reads alone
+        assert each["differences"] == "[]"
+        assert each["step"] == 3
+
+
+def test_what_one_rank_fails_in_after_ranks_have_compared_it_makes_again(found: Found) -> None:
+    first, second = found("unsent_apart")
+    assert second["refused"] == "InvalidArgument: refused here"
+    for each in (first, second):
+        assert each["values"] == each["wanted"]
+        assert each["step"] == 1
+
+
+def test_a_rank_that_cannot_keep_what_it_holds_makes_the_step_again(found: Found) -> None:
+    first, second = found("held")
+    assert first["gradient"] == "no error"
+    assert second["gradient"] == "CapacityError: no room"
+    assert second["still"]
+    for each in (first, second):
+        assert each["kept"]
+        assert each["step"] == 1
+
+
+def test_a_gradient_that_one_rank_cannot_drop_keeps_no_other_and_is_dropped_later(
+    found: Found,
+) -> None:
+    first, second = found("undropped")
+    assert second["held"] == "MemdError: still held"
+    assert second["left"] == "1"
+    assert (first["step"], second["step"]) == (1, 1)
+
+
 def test_buffers_of_any_dtype_are_the_first_ranks_and_a_checkpoint_keeps_its_own(
     found: Found,
 ) -> None:

@@ -83,6 +83,7 @@ class RankGradients:
         self._lock = RLock()
         self._sums = _Sums.BEGUN
         self._reason = ""  # what has made them COMPLETE or VOID
+        self._agreed: dict[str, object] = {}  # see `agreed`
         self._backward: ref[Backward] | None = None
         self._then: Callable[[], None] | None = None  # see `expect_buckets`
         # Those that are not in the sums yet: this rank's own, of so many backwards.
@@ -335,10 +336,20 @@ class RankGradients:
         self._settle()
         self._end(is_without_backward=True)
 
+    def agreed(self, what: str) -> object | None:
+        """All ranks have agreed on this by `what`, before a step that this one has not sent. If it
+        fails and makes the step again, others have sent theirs, and it must not ask them."""
+        return self._agreed.get(what)
+
+    def note_agreed(self, what: str, found: object) -> None:
+        """Until the step is sent, or gradients change."""
+        self._agreed[what] = found
+
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:
         """Inside, ranks `what`, as in "clip gradients", and each changes its part of the sums. If
         that fails on one, nobody knows what is changed, and all ranks drop them."""
+        self._agreed.clear()
         try:
             yield
         except BaseException as error:
@@ -354,6 +365,7 @@ class RankGradients:
             if self.has_failed:
                 self._keep_buffers.clear()  # ranks may have come here from different forwards
             self._sums = _Sums.BEGUN
+            self._agreed.clear()
             self._calls.forget_end()
             self._backward = None
             self._was_forward_own = None
@@ -364,13 +376,16 @@ class RankGradients:
         """A step has taken none: they have to be ended again before they are changed."""
         with self._lock:
             self._calls.forget_end()  # the step was that call
+            self._agreed.clear()
             if self.are_complete:
                 self._sums = _Sums.LEFT
 
     def note_return(self) -> None:
-        """A step that had taken them was not made. Without the lock: a thread that holds it may
-        wait, in a lease, for this step to settle."""
-        self._sums = _Sums.LEFT
+        """A step that had taken them was not made. If it was not sent either, other ranks may have
+        sent theirs, and they stay complete: the same step can be made again. Without the lock: a
+        thread that holds it may wait, in a lease, for this step to settle."""
+        if self._sums is _Sums.BEGUN:
+            self._sums = _Sums.LEFT
 
     @property
     def are_complete(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -84,10 +84,12 @@ def drop(slot: Slot, job: Job) -> None:
 
 def drop_all(job: Job) -> None:
     """Drops the gradients of all parameters of the session, as all ranks do: theirs differ, or are
-    void."""
+    void. If one can't be dropped, the others are, and this rank makes the call of all ranks when it
+    is called again."""
     parameters = job.shards.parameters
-    for parameter in parameters:
-        parameter.forget_gradient()
+    with ExitStack() as dropping:
+        for parameter in parameters:
+            dropping.callback(parameter.forget_gradient)
     job.drop_gradients([parameter.shard for parameter in parameters])
 
 

@@ -42,7 +42,32 @@ def _unscale_together(
     if not ranks.are_several or all(job.rank_gradients.has_own(slot.shard) for slot in slots):
         return False
     job.rank_gradients.complete("unscale_()")
+    is_change = not _is_checked_only(inverse_scale)
+    are_infinite = _unscale_shares(slots, job, found_inf, inverse_scale)
+    if are_infinite:
+        found_inf.fill_(1.0)
+    for at, slot in enumerate(slots):
+        if at % ranks.world_size != ranks.rank and is_change:
+            leases = job.gradient_leases_of(slot.shard)
+            slot.prepare_change(leases)
+            slot.show_in_assigned(leases)
+    return True
+
+
+def _unscale_shares(
+    slots: Sequence[GradientSlot],
+    job: Job,
+    found_inf: torch.Tensor,
+    inverse_scale: torch.Tensor,
+) -> bool:
+    """Each rank its own. Returns whether one has found what is infinite. With a scale of one they
+    check, and change nothing: once for a step, as the same gradients are checked again with it."""
+    ranks, gradients = job.ranks, job.rank_gradients
     named = {f"gradient {at}": slot.shard.label for at, slot in enumerate(slots)}
+    is_check = _is_checked_only(inverse_scale)
+    for known in (False, True):
+        if is_check and gradients.agreed(_UNSCALING) == (named, known):
+            return known
 
     def look() -> None:
         for slot in slots:
@@ -55,17 +80,12 @@ def _unscale_together(
         return bool(found)
 
     ranks.refuse_different({"the scale": float(inverse_scale)} | named, _UNSCALING, look=look)
-    with job.rank_gradients.changing(_UNSCALING):
+    with gradients.changing(_UNSCALING):
         # After this nobody reads what others have not unscaled yet.
         are_infinite = any(ranks.together(unscale, _UNSCALING))
-    if are_infinite:
-        found_inf.fill_(1.0)
-    for at, slot in enumerate(slots):
-        if at % ranks.world_size != ranks.rank and not _is_checked_only(inverse_scale):
-            leases = job.gradient_leases_of(slot.shard)
-            slot.prepare_change(leases)
-            slot.show_in_assigned(leases)
-    return True
+    if is_check:
+        gradients.note_agreed(_UNSCALING, (named, are_infinite))
+    return are_infinite
 
 
 def _is_checked_only(inverse_scale: torch.Tensor) -> bool:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from memd_client.core.job import Job
     from memd_client.updates.resident_target import ResidentTarget
 
+_STEP = "step"  # as in "all ranks step"
+_Found = list[tuple[str, int, int]]  # of each parameter: label, checksums of gradient and value
+
 
 def refuse_apart(targets: Sequence[ResidentTarget], job: Job, *, look: Callable[[], None]) -> None:
     """Before a step over `targets`, of which one rank gives the gradient and the first the value:
@@ -30,24 +33,32 @@ def refuse_apart(targets: Sequence[ResidentTarget], job: Job, *, look: Callable[
         look()
         return
 
-    found: list[tuple[str, int, int]] = []
-
-    def digest() -> bytes:
+    def find() -> _Found:
         look()
         for target in targets:
             target.check_gradient()
-        found.extend(
+        return [
             (
                 target.shard.label,
                 checksum_of(target.gradient_for_reading()),
                 checksum_of(target.value_for_reading()),
             )
             for target in targets
-        )
+        ]
+
+    agreed = job.rank_gradients.agreed(_STEP)
+    if agreed is not None and find() == agreed:
+        return
+    found: _Found = []
+
+    def digest() -> bytes:
+        found.extend(find())
         return hashlib.blake2b(repr(found).encode()).digest()
 
     # All tell all what they have only where it differs.
-    if len(set(ranks.together(digest, "step"))) == 1:
+    if len(set(ranks.together(digest, _STEP))) == 1:
+        if found:
+            job.rank_gradients.note_agreed(_STEP, found)
         return
     for rank, others in enumerate(ranks.exchange(found, "compare steps")):
         for (label, gradient, value), other in zip(found, others, strict=False):
