@@ -292,6 +292,32 @@ def unscaled(address: str) -> dict[str, Any]:
         return {**found, **trained.found()}
 
 
+def refused_unchanged(address: str) -> dict[str, Any]:
+    """Clipping and checking that are refused, or fail, before any gradient changes."""
+    rank = distributed.get_rank()
+    with connected(address) as session:
+        trained = Trained(session)
+        model, optimizer, refuse = trained.model, trained.optimizer, trained.refuse
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(model(torch.ones(2, 4)).sum() * (float("inf") if rank else 1.0)).backward()
+        before = str(trained.gradients())
+
+        def clip(bound: float = 1.0) -> torch.Tensor:
+            return optimizer.clip_grad_norm_(bound, error_if_nonfinite=True)
+
+        refuse("infinite", clip)
+        refuse("apart", lambda: clip(1.0 + rank))
+        parameters = list(model.parameters())
+        refuse("torch", partial(nn.utils.clip_grad_norm_, parameters, 1, error_if_nonfinite=True))
+        with failing(session, MODE_READ, 1):
+            refuse("check", lambda: scaler.step(optimizer))  # it has divided nothing yet
+        trained.errors["unchanged"] = str(before == str(trained.gradients()))
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 2.0)
+        refuse("finite", lambda: scaler.step(optimizer))
+        return trained.found()
+
+
 def unscaled_apart(address: str) -> dict[str, Any]:
     """Of models that stay in the processes: `scaler.step()` where ranks differ, and again."""
     rank = distributed.get_rank()
@@ -694,6 +720,7 @@ PROGRAMS: tuple[Callable[[str], dict[str, Any]], ...] = (
     one_raises_in_tiles,
     two_optimizers,
     unscaled,
+    refused_unchanged,
     unscaled_apart,
     second_backward,
     hooked,

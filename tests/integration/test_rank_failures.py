@@ -149,6 +149,23 @@ def test_a_scaler_divides_each_gradient_once_whose_ever_it_is(found: Found) -> N
         assert each["step"] == 2  # one was skipped
 
 
+def test_what_is_refused_before_gradients_change_leaves_them_to_all_ranks(found: Found) -> None:
+    first, second = found("refused_unchanged")
+    assert first["check"] == "MemdError: rank 1 of 2 could not unscale gradients: no room"
+    assert second["check"] == "CapacityError: no room"
+    for each in (first, second):
+        refuse_missing(
+            each,
+            {
+                "infinite": "RuntimeError: the norm of order 2.0 of the gradients is not finite",
+                "apart": "all ranks clip gradients alike, and max_norm differs",
+                "torch": "RuntimeError: The total norm of order 2.0 for gradients",
+            },
+        )
+        assert (each["unchanged"], each["finite"]) == ("True", "no error")
+        assert each["step"] == 1
+
+
 def test_a_scaled_step_that_ranks_refuse_has_divided_no_gradient(found: Found) -> None:
     for each in found("unscaled_apart"):
         assert "the gradient of 'bias' is another one on rank" in each["apart"]

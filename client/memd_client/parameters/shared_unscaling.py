@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +29,8 @@ def _unscale_together(
 
     Raises:
         InvalidArgument: ranks have other gradients, or these in another order, or another scale.
-        MemdError: another rank could not. If it has failed while they changed, they are void.
+        MemdError: another rank could not. If it has failed while they changed, they are void. With
+            a scale of one nothing changes.
     """
     shown = [_whole(gradient) for gradient in gradients]
     slots = [each.slot for each in shown if each is not None and each.slot is not None]
@@ -80,7 +81,7 @@ def _unscale_shares(
         return bool(found)
 
     ranks.refuse_different({"the scale": float(inverse_scale)} | named, _UNSCALING, look=look)
-    with gradients.changing(_UNSCALING):
+    with nullcontext() if is_check else gradients.changing(_UNSCALING):
         # After this nobody reads what others have not unscaled yet.
         are_infinite = any(ranks.together(unscale, _UNSCALING))
     if is_check:
