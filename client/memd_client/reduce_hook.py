@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     Hook = Callable[[object, "Bucket"], torch.futures.Future[torch.Tensor]]
 
 
+_current_node = torch._C._current_autograd_node
 # By the job. A hook keeps its own.
 _reductions: ByIdentity[Job, weakref.ref[_Reduction]] = ByIdentity()
 
@@ -51,7 +52,7 @@ def reduce_hook(session: Session) -> Hook:
 
     Raises:
         InvalidArgument: in backward: no optimizer of the session updates one of the parameters; or
-            it runs in `session.no_sync()` alone.
+            it runs in `session.no_sync()` alone; or the model is wrapped with `static_graph=True`.
         CapacityError: in backward: the job's quotas do not hold the sums.
     """
     reduction = _reduction_of(session.transaction.job)
@@ -100,12 +101,24 @@ class _Reduction:
         if not self._job.ranks.are_several:
             future.set_result(bucket.buffer())
             return future
+        self._refuse_static_graph()
         if not self._job.rank_gradients.takes_buckets:
             self._begin()
         taken = _Taken(bucket.buffer(), self._targets_of(bucket.parameters()), bucket.gradients())
         taken.add(self._job)
         self._waiting.append((taken, future))
         return future
+
+    def _refuse_static_graph(self) -> None:
+        """DistributedDataParallel(static_graph=True) gives the buckets of its first backward at the
+        end of that, outside of any node, and waits for them before other ends are called."""
+        if _current_node() is None:
+            raise InvalidArgument(
+                f"job {self._job.name!r}: reduce_hook() takes gradients while backward runs, and "
+                "DistributedDataParallel(static_graph=True) gives those of its first backward "
+                "after it; wrap the model without static_graph, and with "
+                "find_unused_parameters=True if not all parameters are used"
+            )
 
     def _begin(self) -> None:
         """Sums that no step has taken go: of gradients that were dropped, that no rank has used, or

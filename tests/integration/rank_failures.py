@@ -394,6 +394,25 @@ def hooked(address: str) -> dict[str, Any]:
     return found
 
 
+def static_graph(address: str) -> dict[str, Any]:
+    """The hook of a model whose first backward tells of its gradients at its end."""
+    with connected(address) as session:
+        model = nn.Linear(4, 2)
+        wrapped = DistributedDataParallel(model, static_graph=True)
+        wrapped.register_comm_hook(None, memd_client.reduce_hook(session))
+        optimizer = memd_client.AdamW(model.named_parameters(), session=session)
+        found: dict[str, Any] = {
+            "static": error_of(lambda: wrapped(torch.ones(2, 4)).sum().backward())
+        }
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, memd_client.reduce_hook(session))
+        optimizer.zero_grad()
+        wrapped(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        found["step"] = session.committed_step
+    return found
+
+
 def second_backward(address: str) -> dict[str, Any]:
     """Of other parameters than the first, or after an assignment."""
     with connected(address) as session:
@@ -724,6 +743,7 @@ PROGRAMS: tuple[Callable[[str], dict[str, Any]], ...] = (
     unscaled_apart,
     second_backward,
     hooked,
+    static_graph,
     logged,
     repeated,
     unsent,

@@ -197,6 +197,12 @@ def test_models_with_the_hook_and_offloaded_ones_average_what_comes_in_one_backw
         assert each["step"] == 3
 
 
+def test_the_hook_of_a_static_graph_is_refused_where_it_would_wait_for_ever(found: Found) -> None:
+    for each in found("static_graph"):
+        assert "DistributedDataParallel(static_graph=True) gives those of its" in each["static"]
+        assert each["step"] == 1
+
+
 def test_one_rank_may_read_the_gradients_that_a_step_has_left(found: Found) -> None:
     first, second = found("logged")
     assert first["skipped"] == [[[float("inf")] * 4] * 4, [float("inf")] * 4]
