@@ -28,10 +28,11 @@ from memd_client.connection.shard import Shard, shard_spec
 from memd_client.errors import IntegrityError, InvalidArgument, MemdError, NotYet
 from memd_client.parameters.tiles import is_in_memd
 from memd_client.transaction.transaction import StagedBuffer
+from memd_native import RANKS_MAX
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from memd_client.core.job import Job
     from memd_client.transaction.transaction import Staging, Transaction, UpdatedOptimizer
@@ -45,6 +46,7 @@ _SIZE_MIN = 4096
 # Keys of an optimizer's group that are not settings.
 _NOT_SETTINGS = frozenset(("params", "param_names"))
 _RNG = "rng"
+_RANK_COUNT = "ranks"  # absent from what one rank has stored
 # Ranks that were there at a commit have the same state of these, and another rank takes it.
 _OF_ALL_RANKS = (LRScheduler, torch.amp.GradScaler, torch.optim.Optimizer, nn.Module)
 # The number of parameters, and a digest of their names.
@@ -86,7 +88,9 @@ class Tracked:
                 f"job {transaction.job.name!r}: track(rng=True) with a model on a device, which "
                 "has a generator of its own, comes in a later version; track without rng"
             )
-        data = self.encode(number, transaction.optimizers)
+        data = self.encode(
+            number, transaction.optimizers, rank_count=transaction.job.ranks.world_size
+        )
         return lambda: [self._stage(data, transaction.job)]
 
     def _refuse_averages(self) -> None:
@@ -107,12 +111,13 @@ class Tracked:
         if newest == number:
             stored = checked(decode(data))
             self._refuse_others(stored, optimizers, number=number, job=job.name)
-            self._warn_of_other_count(_stored_by_ranks(job, number), number=number, job=job)
+            self._warn_of_other_count(stored, number=number, job=job)
             return lambda: self._restore(stored, optimizers)
         if self and job.ranks.are_several and (of_ranks := _stored_by_ranks(job, number)):
-            self._refuse_others(of_ranks[0], optimizers, number=number, job=job.name)
-            shared = self._shared_by(of_ranks)
-            self._warn_of_own(shared, rank_count=len(of_ranks), number=number, job=job)
+            like = self._most_like_this(of_ranks.values())
+            self._refuse_new(like, optimizers, number=number, job=job.name)
+            shared = self._shared_by(of_ranks.values(), like)
+            self._warn_of_own(shared, number=number, job=job)
             return lambda: self._restore(shared, optimizers)
         if self:
             raise InvalidArgument(
@@ -123,64 +128,76 @@ class Tracked:
             )
         return lambda: None
 
-    def _shared_by(self, of_ranks: Sequence[Any]) -> Any:
-        """For a rank that was not there at a commit: of the data that each rank has stored, what is
-        all ranks'. Where one was alone, only the kind of an object says whether it is."""
-        first, *others = of_ranks
+    def _most_like_this(self, of_ranks: Collection[Any]) -> Any:
+        """The data of the rank that has stored most of what this one tracks."""
+        return max(of_ranks, key=lambda each: len(each["objects"].keys() & self._objects.keys()))
+
+    def _shared_by(self, of_ranks: Collection[Any], like: Any) -> Any:
+        """`like`, the data of one of these ranks, without what is not all ranks'. If that one was
+        alone, only the kind of an object says whether it is."""
+        others = [each for each in of_ranks if each is not like]
         objects = {
             name: value
-            for name, value in first["objects"].items()
-            if all(_is_same(value, other["objects"].get(name)) for other in others)
+            for name, value in like["objects"].items()
+            if name in self._objects
+            and all(_is_same(value, other["objects"].get(name)) for other in others)
             and (others or isinstance(self._objects[name], _OF_ALL_RANKS))
         }
-        return {**first, "objects": objects, "rng": None}
+        return {**like, "objects": objects, "rng": None}
 
-    def _warn_of_other_count(self, of_ranks: Sequence[Any], *, number: int, job: Job) -> None:
+    def _warn_of_other_count(self, stored: Any, *, number: int, job: Job) -> None:
         """For a rank that was there at a commit, which other numbers of ranks may go on from."""
-        ranks = job.ranks
-        if len(of_ranks) == ranks.world_size:
+        ranks, count = job.ranks, _rank_count(stored)
+        if count == ranks.world_size:
             return
-        shared = self._shared_by(of_ranks)["objects"]
-        own = sorted(map(repr, self._objects.keys() - shared.keys()))
+        of_ranks = {**_stored_by_ranks(job, number), ranks.rank: stored}
+        own = self._objects.keys() - self._shared_by(of_ranks.values(), stored)["objects"].keys()
+        del of_ranks[ranks.rank]
+        of_others = {name for other in of_ranks.values() for name in other["objects"]}
+        if count > 1 and of_others <= self._objects.keys():
+            own &= of_others  # no other rank had any part in the rest
         if own:
-            made_by = "1 rank has" if len(of_ranks) == 1 else f"{len(of_ranks)} ranks have"
             warnings.warn(
-                f"job {job.name!r}: {made_by} made commit {number}, and {ranks.world_size} go on: "
-                f"rank {ranks.rank} restores {', '.join(own)} as one of {len(of_ranks)}; set "
-                "samplers to where the job is, since each rank has another part of the data now",
+                f"job {job.name!r}: {_made_by(count)} made commit {number}, and {ranks.world_size} "
+                f"go on: rank {ranks.rank} restores {', '.join(sorted(map(repr, own)))} as one of "
+                f"{count}; set samplers to where the job is, since each rank has another part of "
+                "the data now",
                 stacklevel=2,
             )
 
-    def _warn_of_own(self, shared: Any, *, rank_count: int, number: int, job: Job) -> None:
+    def _warn_of_own(self, shared: Any, *, number: int, job: Job) -> None:
         own = sorted(map(repr, self._objects.keys() - shared["objects"].keys()))
         if self._rng:
             own.append("random number generators")
         if own:
             ranks = job.ranks
-            made_by = "1 rank has" if rank_count == 1 else f"{rank_count} ranks have"
             warnings.warn(
-                f"job {job.name!r}: {made_by} made commit {number}, so rank {ranks.rank} of "
-                f"{ranks.world_size} has no state there of {', '.join(own)}, and goes on with what "
-                "this process has: before resume(), seed generators by rank, and set samplers to "
-                "where the job is",
+                f"job {job.name!r}: {_made_by(_rank_count(shared))} made commit {number}, and rank "
+                f"{ranks.rank} of {ranks.world_size} has no state there of {', '.join(own)}, and "
+                "goes on with what this process has: before resume(), seed generators by rank, and "
+                "set samplers to where the job is",
                 stacklevel=2,
             )
 
     def holds(self, number: int, transaction: Transaction) -> bool:
         return _last_stored(transaction.job)[0] == number
 
-    def encode(self, number: int, optimizers: Sequence[UpdatedOptimizer]) -> bytes:
-        """The bytes that commit `number` stores.
+    def encode(
+        self, number: int, optimizers: Sequence[UpdatedOptimizer], *, rank_count: int = 1
+    ) -> bytes:
+        """The bytes that commit `number` of so many ranks stores.
 
         Raises:
             InvalidArgument: something in it is not plain data.
         """
         data = bytearray(_HEADER.size)
-        tree = {
+        tree: dict[str, Any] = {
             "objects": {name: value.state_dict() for name, value in self._objects.items()},
             "optimizers": [_settings_of(optimizer) for optimizer in optimizers],
             "rng": random_state() if self._rng else None,
         }
+        if rank_count > 1:
+            tree[_RANK_COUNT] = rank_count
         data += plain.encode(tree, what="what commit() stores")
         _HEADER.pack_into(data, 0, _MAGIC, number, len(data) - _HEADER.size)
         return bytes(data)
@@ -230,6 +247,16 @@ class Tracked:
         if data["rng"] is not None:
             _refuse_other_generators(data["rng"])
 
+    def _refuse_new(
+        self, like: Any, optimizers: Sequence[UpdatedOptimizer], *, number: int, job: str
+    ) -> None:
+        """For a rank that was not there: it may track less than one that was, as where the first
+        rank alone counts what all have seen."""
+        stored = like["objects"].keys() & self._objects.keys()
+        has_rng = self._rng and like["rng"] is not None
+        self._refuse_other_names(set(stored), rng=has_rng, number=number, job=job)
+        _refuse_other_optimizers(like["optimizers"], optimizers, number=number)
+
     def _refuse_other_names(self, stored: set[str], *, rng: bool, number: int, job: str) -> None:
         now, then = set(self._objects), set(stored)
         if self._rng:
@@ -269,14 +296,25 @@ def _last_stored(job: Job) -> tuple[int, memoryview]:
     return _last_of_rank(job, job.shards.list_all(), job.ranks.rank)
 
 
-def _stored_by_ranks(job: Job, number: int) -> list[Any]:
+def _stored_by_ranks(job: Job, number: int) -> dict[int, Any]:
     """The data of each rank that has stored some with commit `number`."""
     shards = list(job.shards.list_all())
-    found: list[Any] = []
-    # A commit has those of all ranks there were, from the first one on.
-    while (last := _last_of_rank(job, shards, len(found)))[0] == number:
-        found.append(checked(decode(last[1])))
+    found = {}
+    for rank in range(RANKS_MAX):
+        last, data = _last_of_rank(job, shards, rank)
+        if last == number:
+            found[rank] = checked(decode(data))
     return found
+
+
+def _rank_count(stored: Any) -> int:
+    """How many ranks have made the commit, whether they track anything or not."""
+    count: int = stored.get(_RANK_COUNT, 1)
+    return count
+
+
+def _made_by(rank_count: int) -> str:
+    return "1 rank has" if rank_count == 1 else f"{rank_count} ranks have"
 
 
 def _last_of_rank(job: Job, shards: Iterable[types_pb2.Shard], rank: int) -> tuple[int, memoryview]:
@@ -330,7 +368,8 @@ def checked(data: Any) -> Any:
     """Returns `data`, which was decoded, if it has the structure that `encode` gives it."""
     fits = (
         type(data) is dict
-        and data.keys() == {"objects", "optimizers", "rng"}
+        and data.keys() - {_RANK_COUNT} == {"objects", "optimizers", "rng"}
+        and type(data.get(_RANK_COUNT, 1)) is int
         and type(data["objects"]) is dict
         and all(type(name) is str for name in data["objects"])
         and (data["rng"] is None or _is_random_state(data["rng"]))

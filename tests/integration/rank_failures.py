@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import faulthandler
 import time
+import warnings
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from tests.integration.rank_programs import (
     HANG_S,
     QUOTAS,
     Branching,
+    Counter,
     Reference,
     batch,
     batches,
@@ -45,10 +47,12 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def connected(address: str, limit_s: float = 5.0) -> Iterator[memd_client.Session]:
-    """To a new job. Ranks wait for each other for so long."""
+def connected(
+    address: str, limit_s: float = 5.0, *, fresh: bool = True
+) -> Iterator[memd_client.Session]:
+    """To a new job, or the last one. Ranks wait for each other for so long."""
     with limit(limit_s):
-        session = memd_client.connect(address, job="failures", fresh=True, **QUOTAS)
+        session = memd_client.connect(address, job="failures", fresh=fresh, **QUOTAS)
     with session:
         yield session
         distributed.barrier()
@@ -460,6 +464,30 @@ def logged(address: str) -> dict[str, Any]:
         return {**found, **trained.found()}
 
 
+def tracked_by_one(address: str) -> dict[str, Any]:
+    """Rank 0 alone tracks something, and the same ranks go on with the job."""
+    rank = distributed.get_rank()
+    found: dict[str, Any] = {}
+    for is_fresh in (True, False):
+        torch.manual_seed(0)
+        with connected(address, fresh=is_fresh) as session:
+            model = memd_client.offload(nn.Linear(4, 4), session)
+            optimizer = memd_client.AdamW(model.parameters())
+            counter = Counter(0)
+            if not rank:
+                session.track(counter=counter)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found["step"] = session.resume()
+            found["warned"] = [str(each.message) for each in caught]
+            found["count"] = counter.value
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            counter.value += 1
+            session.commit()
+    return found
+
+
 class LostAnswer:
     """The answer to a step, which nobody gets who asks once."""
 
@@ -745,6 +773,7 @@ PROGRAMS: tuple[Callable[[str], dict[str, Any]], ...] = (
     hooked,
     static_graph,
     logged,
+    tracked_by_one,
     repeated,
     unsent,
     unsent_apart,

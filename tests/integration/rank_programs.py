@@ -732,6 +732,8 @@ def elastic(address: str) -> dict[str, Any]:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         samples, epoch = Counter(100 * (rank + 1)), Counter(0)
         session.track(scheduler=scheduler, samples=samples, epoch=epoch, rng=True)
+        if not rank:
+            session.track(log=Counter(0))
         torch.manual_seed(100 + rank)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -213,6 +213,13 @@ def test_one_rank_may_read_the_gradients_that_a_step_has_left(found: Found) -> N
         assert each["step"] == 2  # one was skipped
 
 
+def test_what_the_first_rank_alone_tracks_returns_without_a_warning(found: Found) -> None:
+    first, second = found("tracked_by_one")
+    assert (first["step"], second["step"]) == (1, 1)
+    assert (first["count"], second["count"]) == (1, 0)
+    assert first["warned"] == second["warned"] == []
+
+
 def test_a_rank_whose_answer_was_lost_makes_the_step_again_alone(found: Found) -> None:
     first, second = found("repeated")
     assert first["lost"] == "no error"
