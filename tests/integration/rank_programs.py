@@ -464,7 +464,7 @@ def broken(address: str) -> dict[str, Any]:
 def changes(address: str) -> dict[str, Any]:
     """`bits` of programs that change the average before they step with it, or clip it."""
     found = {}
-    for change in (_by_value, _by_norm, _by_hand):
+    for change in (_by_value, _by_norm, _by_norms, _by_hand):
         torch.manual_seed(0)
         model = memd_client.tile_linears(Branching(), bytes_max=500_000)
         references = [Reference(copy.deepcopy(model), 0.05, change)]
@@ -483,6 +483,19 @@ def _by_value(model: nn.Module) -> list[float]:
 
 def _by_norm(model: nn.Module) -> list[float]:
     return [float(nn.utils.clip_grad_norm_(model.parameters(), 0.05))]
+
+
+def _by_norms(model: nn.Module) -> list[float]:
+    """Of one parameter after the other, of some, and of one tensor."""
+    clip = nn.utils.clip_grad_norm_
+    parameters = list(model.parameters())
+    found = [clip(parameter, 0.02) for parameter in parameters]
+    found += [clip(parameters[::2], 0.03), clip(parameters[1:3], 1e-3, norm_type=float("inf"))]
+    found.append(clip(parameters[-1:], 0.01, foreach=False))
+    gradients = [each.grad for each in parameters[::3] if each.grad is not None]
+    found.append(nn.utils.get_total_norm(gradients))
+    nn.utils.clip_grads_with_norm_(parameters[::3], 0.02, found[-1])
+    return [float(norm) for norm in found]
 
 
 def _by_hand(model: nn.Module) -> list[float]:

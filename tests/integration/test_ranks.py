@@ -86,7 +86,7 @@ def test_gradients_that_the_program_changes_on_all_ranks_have_the_bits_of_the_ru
 ) -> None:
     for rank, found in enumerate(run(daemon, tmp_path, "changes", world_size=world_size)):
         assert found.pop("rank") == rank
-        assert len(found) == 3
+        assert len(found) == 4
         assert not any(found.values()), found
 
 
