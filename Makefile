@@ -14,6 +14,7 @@
 # make manual      man pages and shell completion in build/manual, laid out as /usr/share
 # make wheels      wheels for Linux on x86_64 and aarch64 in dist/   PYTHONS="python3.11 python3.13"
 # make try-wheels  installs them where no compiler and no network is, and trains there (root; an hour)   ARGS="bookworm"
+# make deb         dist/memd_*.deb: the daemon for this Debian, with systemd units, man pages and completion
 # make clean       what a build leaves behind; `make distclean` .venv too
 #
 # Each does all its set-up: see deploy/setup/setup.sh for PYTHON, TORCH and TORCH_INDEX.
@@ -21,7 +22,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-more conformance bench peers soak mutants sanitize lint format tidy house regenerate manual wheels try-wheels clean distclean
+.PHONY: help demo test test-more conformance bench peers soak mutants sanitize lint format tidy house regenerate manual wheels try-wheels deb clean distclean
 
 export PYTHON TORCH TORCH_INDEX
 
@@ -146,6 +147,9 @@ wheels:
 
 try-wheels:
 	deploy/wheels/try.sh $(ARGS)
+
+deb:
+	deploy/debian/build.sh
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/bench/out
