@@ -15,6 +15,7 @@
 # make wheels      wheels for Linux on x86_64 and aarch64 in dist/   PYTHONS="python3.11 python3.13"
 # make try-wheels  installs them where no compiler and no network is, and trains there (root; an hour)   ARGS="bookworm"
 # make deb         dist/memd_*.deb: the daemon for this Debian, with systemd units, man pages and completion
+# make try-deb     installs it under a real systemd, restarts, upgrades and purges it under a trainer (root; half an hour)
 # make clean       what a build leaves behind; `make distclean` .venv too
 #
 # Each does all its set-up: see deploy/setup/setup.sh for PYTHON, TORCH and TORCH_INDEX.
@@ -22,7 +23,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-more conformance bench peers soak mutants sanitize lint format tidy house regenerate manual wheels try-wheels deb clean distclean
+.PHONY: help demo test test-more conformance bench peers soak mutants sanitize lint format tidy house regenerate manual wheels try-wheels deb try-deb clean distclean
 
 export PYTHON TORCH TORCH_INDEX
 
@@ -150,6 +151,10 @@ try-wheels:
 
 deb:
 	deploy/debian/build.sh
+
+# Without .venv: it needs the package, and a torch in the root that it makes.
+try-deb:
+	/usr/bin/python3 -m tests.soak.debian_package $(ARGS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/bench/out

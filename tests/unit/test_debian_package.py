@@ -147,7 +147,7 @@ def test_the_shell_takes_the_script(name: str) -> None:
         subprocess.run(["shellcheck", f"--shell={shell}", "--severity=warning", script], check=True)
 
 
-@pytest.mark.parametrize("target", ["deb"])
+@pytest.mark.parametrize("target", ["deb", "try-deb"])
 def test_the_makefile_runs_the_programs(target: str) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     plan = subprocess.run(
@@ -158,7 +158,7 @@ def test_the_makefile_runs_the_programs(target: str) -> None:
         check=True,
         env=environ,
     ).stdout
-    program = {"deb": "deploy/debian/build.sh"}[target]
+    program = {"deb": "deploy/debian/build.sh", "try-deb": "-m tests.soak.debian_package"}[target]
     assert program in plan
     help_text = (ROOT / "Makefile").read_text(encoding="utf-8").partition("SHELL :=")[0]
     assert re.search(rf"^# make {target} ", help_text, re.MULTILINE)
