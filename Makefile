@@ -16,6 +16,7 @@
 # make try-wheels  installs them where no compiler and no network is, and trains there (root; an hour)   ARGS="bookworm"
 # make deb         dist/memd_*.deb: the daemon for this Debian, with systemd units, man pages and completion
 # make try-deb     installs it under a real systemd, restarts, upgrades and purges it under a trainer (root; half an hour)
+# make try-containers  builds the images of deploy/container with buildah, and trains in them with podman (root)   ARGS="--kills 3"
 # make clean       what a build leaves behind; `make distclean` .venv too
 #
 # Each does all its set-up: see deploy/setup/setup.sh for PYTHON, TORCH and TORCH_INDEX.
@@ -23,7 +24,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-more conformance bench peers soak mutants sanitize lint format tidy house regenerate manual wheels try-wheels deb try-deb clean distclean
+.PHONY: help demo test test-more conformance bench peers soak mutants sanitize lint format tidy house regenerate manual wheels try-wheels deb try-deb try-containers clean distclean
 
 export PYTHON TORCH TORCH_INDEX
 
@@ -155,6 +156,11 @@ deb:
 # Without .venv: it needs the package, and a torch in the root that it makes.
 try-deb:
 	/usr/bin/python3 -m tests.soak.debian_package $(ARGS)
+
+try-containers:
+	@$(SETUP) test
+	deploy/container/build.sh
+	$(IN_VENV) python -m tests.soak.containers $(ARGS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/bench/out
