@@ -28,7 +28,7 @@ changelog() {
     "$(sed -n 's/^Maintainer: //p' deploy/debian/control)" "$date"
 }
 
-# What is packed as it lies, and debian/: make_tree FOLDER
+# Writes the tree that is packed, and its debian/: make_tree FOLDER
 make_tree() {
   local tree=$1
   rm -rf "$tree"

@@ -1,4 +1,4 @@
-"""What must be true of a wheel of memd, beyond what auditwheel knows: its tags and its one module.
+"""Checks a wheel of memd for what auditwheel does not know: its tags and its one module.
 
 Run: python deploy/wheels/check.py WHEEL…   (pyelftools installed)
 Prints what is wrong, and exits with 1 where something is.

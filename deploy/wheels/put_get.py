@@ -24,7 +24,7 @@ PACKET_BYTES_MAX = 64 * 1024
 
 
 class _Capsule:
-    """What numpy.from_dlpack() asks for."""
+    """numpy.from_dlpack() asks for these two."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule

@@ -15,7 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 readonly folder=$PWD/build/wheels
 readonly roots=$folder/roots programs=$folder/programs
-# What an AArch64 program begins with, and which of its bits count: from qemu-user-static.
+# The first bytes of an AArch64 program, and which of their bits count: from qemu-user-static.
 readonly aarch64_magic='\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00'
 readonly aarch64_mask='\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff'
 places=("$@")

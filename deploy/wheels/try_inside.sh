@@ -1,5 +1,5 @@
 #!/bin/bash
-# What deploy/wheels/try.sh does inside a root, where there is no compiler and no network:
+# The part of deploy/wheels/try.sh inside a root, where there is no compiler and no network:
 #
 #   try_inside.sh training|tensors THREADS
 #

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    # What makes a step, and what waits for its end.
+    # The model, its optimizer, and a wait for the end of a step.
     Trained = tuple[nn.Module, torch.optim.Optimizer, Callable[[], object]]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -40,7 +40,7 @@ SPARE_BYTES = 64 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What bench_ranks.py passes through."""
+    """Arguments that bench_ranks.py passes on."""
     parser.add_argument("--params", type=parse_count, default=60_000_000)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
     parser.add_argument("--batch", type=int, default=1, help="sequences of each rank")

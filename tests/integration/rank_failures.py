@@ -323,7 +323,7 @@ def refused_unchanged(address: str) -> dict[str, Any]:
 
 
 def unscaled_apart(address: str) -> dict[str, Any]:
-    """Of models that stay in the processes: `scaler.step()` where ranks differ, and again."""
+    """`scaler.step()` of models that stay in the processes, where ranks differ, and again."""
     rank = distributed.get_rank()
     model = nn.Linear(4, 2)
     with connected(address) as session:
@@ -418,7 +418,7 @@ def static_graph(address: str) -> dict[str, Any]:
 
 
 def second_backward(address: str) -> dict[str, Any]:
-    """Of other parameters than the first, or after an assignment."""
+    """A second backward, of other parameters than the first or after an assignment."""
     with connected(address) as session:
         trained = Trained(session, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         first, second = trained.model.get_submodule("0"), trained.model.get_submodule("1")
@@ -786,7 +786,7 @@ PROGRAMS: tuple[Callable[[str], dict[str, Any]], ...] = (
 
 
 def found_in(programs: Iterable[Callable[[str], dict[str, Any]]], address: str) -> dict[str, Any]:
-    """What each program has found, by its name. Each may take as long as one."""
+    """The findings of each program, by its name. Each may take as long as one."""
     found = {}
     for program in programs:
         faulthandler.dump_traceback_later(HANG_S, exit=True)

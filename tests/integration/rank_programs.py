@@ -486,7 +486,7 @@ def _by_norm(model: nn.Module) -> list[float]:
 
 
 def _by_norms(model: nn.Module) -> list[float]:
-    """Of one parameter after the other, of some, and of one tensor."""
+    """Clips one parameter after the other, some, and one tensor."""
     clip = nn.utils.clip_grad_norm_
     parameters = list(model.parameters())
     found = [clip(parameter, 0.02) for parameter in parameters]

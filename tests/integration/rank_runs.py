@@ -27,7 +27,7 @@ def run(
     programs: str = PROGRAMS,
     **environ: str,
 ) -> list[Any]:
-    """What each rank of a program prints; None of the one that is killed."""
+    """The output of each rank of a program; None of the one that is killed."""
     meeting = tmp_path / f"meeting-{len(list(tmp_path.iterdir()))}"
     meeting.touch()
     processes = [

@@ -50,7 +50,7 @@ def first_lines(process: subprocess.Popen[str], count: int) -> Iterator[str]:
 
 
 def rest_of(process: subprocess.Popen[str]) -> str:
-    """What was not read yet, when it has ended; a pipe holds it."""
+    """The output that was not read yet, when it has ended; a pipe holds it."""
     assert process.wait(START_S) == 0
     assert process.stdout is not None
     return process.stdout.read()

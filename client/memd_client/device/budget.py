@@ -42,7 +42,7 @@ class DeviceBudget:
     steady rounds, and leaves a quarter of what others have not needed. When memory runs out it is
     the least and grows again, each time after twice as many steady rounds.
 
-    What others need is what torch has reserved beside the copies when a step is made. Within a
+    Others need what torch has reserved beside the copies when a step is made. Within a
     round that only rises, unless torch gives memory back to the driver: then the round tells
     nothing. The peaks that torch counts do not help, since a program may reset them.
     """
