@@ -29,7 +29,7 @@ from memd_client.errors import IntegrityError, InvalidArgument, MemdError, NotYe
 from memd_client.parameters.tiles import is_in_memd
 from memd_client.transaction.transaction import StagedBuffer
 from memd_native import RANKS_MAX
-from memd_proto.v1 import types_pb2
+from memd_proto.v1 import session_pb2, types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -47,6 +47,7 @@ _SIZE_MIN = 4096
 _NOT_SETTINGS = frozenset(("params", "param_names"))
 _RNG = "rng"
 _RANK_COUNT = "ranks"  # absent from what one rank has stored
+_OF_A_RANK = re.compile(re.escape(_PREFIX) + r"rank([0-9]{1,9})\.[0-9]+(@staged)?$")
 # Ranks that were there at a commit have the same state of these, and another rank takes it.
 _OF_ALL_RANKS = (LRScheduler, torch.amp.GradScaler, torch.optim.Optimizer, nn.Module)
 # The number of parameters, and a digest of their names.
@@ -62,6 +63,8 @@ class Tracked:
         self._objects: dict[str, Any] = {}
         self._rng = False
         self._shards: dict[str, Shard] = {}
+        # The first commit of this session; None once what ranks have left is dropped.
+        self._first_number: int | None = 0
 
     def __bool__(self) -> bool:
         return bool(self._objects) or self._rng
@@ -79,6 +82,7 @@ class Tracked:
 
     def capture(self, number: int, transaction: Transaction) -> Staging:
         """Raises InvalidArgument if something in it is not plain data."""
+        self._drop_left(number, transaction.job)
         if not self:
             return list
         if not transaction.has_after_commit:
@@ -92,6 +96,26 @@ class Tracked:
             number, transaction.optimizers, rank_count=transaction.job.ranks.world_size
         )
         return lambda: [self._stage(data, transaction.job)]
+
+    def _drop_left(self, number: int, job: Job) -> None:
+        """Before commit `number`: drops what ranks have stored that are gone, once the job stands
+        at a commit that was made without them. Until then, all of them may start again."""
+        if self._first_number is None or not job.ranks.is_first or not job.has_shared_memory:
+            return
+        self._first_number = self._first_number or number
+        if number == self._first_number:
+            return
+        names = [
+            shard.spec.name
+            for shard in job.shards.list_all()
+            if _rank_of(shard.spec) >= job.ranks.world_size
+        ]
+        if names:
+            request = session_pb2.DeleteRequest(session_id=job.session_id, names=names)
+            job.control.delete(request)
+            for name in names:
+                job.shards.forget(name)
+        self._first_number = None
 
     def _refuse_averages(self) -> None:
         for name, value in self._objects.items():
@@ -333,6 +357,12 @@ def _is_same(one: Any, other: Any) -> bool:
 def _prefix_of(rank: int) -> str:
     """Each rank has tracked objects of its own: its sampler and generators are not another's."""
     return _PREFIX if not rank else f"{_PREFIX}rank{rank}."
+
+
+def _rank_of(spec: types_pb2.ShardSpec) -> int:
+    """The rank whose tracked objects it has, staged or not; 0: the first, or nobody."""
+    found = _OF_A_RANK.match(spec.name)
+    return int(found[1]) if found and spec.kind == types_pb2.SHARD_KIND_BUFFER else 0
 
 
 def stored_shards(shards: Iterable[types_pb2.Shard], rank: int = 0) -> list[Shard]:

@@ -769,6 +769,11 @@ def elastic(address: str) -> dict[str, Any]:
             epoch.value += 1
             session.commit()
         distributed.barrier()
+        found["stored"] = sorted(
+            shard.spec.name.removesuffix("@staged")
+            for shard in session.transaction.job.shards.list_all()
+            if shard.spec.name.startswith("memd.tracked.")
+        )
         found["left"] = float(model.weight.detach().double().sum())
         state = torch.get_rng_state()
         found["next"] = float(torch.rand(()))

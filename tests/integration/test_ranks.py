@@ -238,6 +238,14 @@ def undisturbed_accumulating(tmp_path_factory: pytest.TempPathFactory) -> list[A
         return run(running, folder, "train", world_size=2, **ACCUMULATING)
 
 
+def stored_by(names: list[str]) -> set[int]:
+    """The ranks of which the job stores tracked objects."""
+    return {
+        int(found[1]) if (found := re.match(r"memd\.tracked\.rank(\d+)\.", name)) else 0
+        for name in names
+    }
+
+
 @pytest.mark.more
 def test_other_numbers_of_ranks_go_on_with_all_that_is_not_each_ranks_own(
     daemon: Daemon, tmp_path: Path
@@ -250,6 +258,8 @@ def test_other_numbers_of_ranks_go_on_with_all_that_is_not_each_ranks_own(
             # The rate after each commit: what the scheduler says, and what the optimizer has.
             assert found["rates"] == pytest.approx([1e-2 * 0.1 ** (2 * starts)] * 2)
             assert {each["left"] for each in ranks} == {found["left"]}
+            # Ranks that are gone take nothing of the job's quotas.
+            assert stored_by(found["stored"]) == set(range(world_size))
             if not before:
                 assert found["seen"] == [100, 0, True]
                 continue
