@@ -29,7 +29,7 @@ from memd_client.transaction.module_names import without_wrappers
 from memd_client.transaction.shown_states import begin_shown, listing, refuse_changed, show
 from memd_client.updates.clipping import clip_gradients
 from memd_client.updates.loaded_states import refuse_state, replace_states, state_of
-from memd_client.updates.resident_ranks import refuse_apart
+from memd_client.updates.resident_ranks import note_divided, refuse_apart
 from memd_client.updates.resident_target import ResidentTarget
 from memd_client.updates.streamed_target import StreamedTarget, TiledTarget
 from memd_client.updates.targets import Part, Target, decide_maximum, needs_name, own, owner_of
@@ -565,8 +565,6 @@ class Adam(torch.optim.Optimizer):
         end_interrupted_calls()
         self._look_again()
 
-        ranks = self._ranks
-
         def look() -> None:
             for targets, amsgrad in decisions:
                 decide_maximum(targets, amsgrad=amsgrad, job=transaction.job)
@@ -578,13 +576,8 @@ class Adam(torch.optim.Optimizer):
 
         def prepare() -> None:
             self._refuse_apart(updated, look)
-            if scale is None:
-                return
-            for at, target in enumerate(updated):
-                # Ranks share the work, but each has its own `p.grad` of what is not offloaded. The
-                # step is made when all have done theirs.
-                if at % ranks.world_size == ranks.rank or not isinstance(target, StreamedTarget):
-                    target.unscale(scale)
+            if scale is not None:
+                self._unscale(updated, scale)
 
         transaction.step(
             groups,
@@ -594,6 +587,18 @@ class Adam(torch.optim.Optimizer):
         )
         self._targets.forget_assigned()
         self._show_states(updated + empty)
+
+    def _unscale(self, updated: Sequence[Part], scale: torch.Tensor) -> None:
+        """Ranks share the work, but each has its own `p.grad` of what is not offloaded. The step is
+        made when all have done theirs."""
+        job = self._only_transaction().job
+        try:
+            for at, target in enumerate(updated):
+                is_own = at % job.ranks.world_size == job.ranks.rank
+                if is_own or not isinstance(target, StreamedTarget):
+                    target.unscale(scale)
+        finally:
+            note_divided([each for each in updated if isinstance(each, ResidentTarget)], job)
 
     def _expected_groups(self) -> list[session_pb2.StepGroup]:
         """The groups of a step in which every offloaded parameter has a gradient, but for those

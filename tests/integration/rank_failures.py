@@ -630,17 +630,24 @@ def unsent_apart(address: str) -> dict[str, Any]:
         optimizer = memd_client.AdamW(model.named_parameters(), lr=1e-2, session=session)
         refusing = Refusing()
         session.transaction.add(refusing)
-        refusing.refuses = rank == 1
-        for parameter, plain in zip(
-            model.parameters(), reference.param_groups[0]["params"], strict=True
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # which changes no bits
+        scaler.scale(torch.ones(()))
+        found: dict[str, Any] = {}
+        for name, factor, step in (
+            ("refused", 1.0, optimizer.step),
+            ("scaled", 4.0, lambda: scaler.step(optimizer)),
         ):
-            parameter.grad = torch.full_like(parameter, 2.0)
-            plain.grad = parameter.grad.clone()
-        reference.step()
-        found: dict[str, Any] = {"refused": error_of(optimizer.step)} if rank else {}
-        if rank:
-            refusing.refuses = False
-        optimizer.step()
+            for parameter, plain in zip(
+                model.parameters(), reference.param_groups[0]["params"], strict=True
+            ):
+                parameter.grad = torch.full_like(parameter, 2.0 * factor)
+                plain.grad = torch.full_like(parameter, 2.0)
+            reference.step()
+            refusing.refuses = rank == 1
+            if rank:
+                found[name] = error_of(step)
+                refusing.refuses = False
+            step()
         found["step"] = session.committed_step
         found["values"] = [each.tolist() for each in model.parameters()]
         found["wanted"] = [each.tolist() for each in reference.param_groups[0]["params"]]

@@ -242,10 +242,10 @@ def test_what_one_rank_fails_in_before_its_step_is_sent_it_makes_again(found: Fo
 
 def test_what_one_rank_fails_in_after_ranks_have_compared_it_makes_again(found: Found) -> None:
     first, second = found("unsent_apart")
-    assert second["refused"] == "InvalidArgument: refused here"
+    assert second["refused"] == second["scaled"] == "InvalidArgument: refused here"
     for each in (first, second):
         assert each["values"] == each["wanted"]
-        assert each["step"] == 1
+        assert each["step"] == 2
 
 
 def test_a_rank_that_cannot_keep_what_it_holds_makes_the_step_again(found: Found) -> None:

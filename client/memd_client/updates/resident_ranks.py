@@ -37,14 +37,7 @@ def refuse_apart(targets: Sequence[ResidentTarget], job: Job, *, look: Callable[
         look()
         for target in targets:
             target.check_gradient()
-        return [
-            (
-                target.shard.label,
-                checksum_of(target.gradient_for_reading()),
-                checksum_of(target.value_for_reading()),
-            )
-            for target in targets
-        ]
+        return _found_in(targets)
 
     agreed = job.rank_gradients.agreed(_STEP)
     if agreed is not None and find() == agreed:
@@ -78,6 +71,24 @@ def refuse_apart(targets: Sequence[ResidentTarget], job: Job, *, look: Callable[
                 f"not offloaded than rank {ranks.rank}, or in another order: "
                 f"{_only(others, found)} there, {_only(found, others)} here"
             )
+
+
+def note_divided(targets: Sequence[ResidentTarget], job: Job) -> None:
+    """This rank has divided gradients of `targets`, which all ranks have compared. If it makes the
+    step again, others have sent theirs, and it must find what they agreed on."""
+    if job.rank_gradients.agreed(_STEP) is not None:
+        job.rank_gradients.note_agreed(_STEP, _found_in(targets))
+
+
+def _found_in(targets: Iterable[ResidentTarget]) -> _Found:
+    return [
+        (
+            target.shard.label,
+            checksum_of(target.gradient_for_reading()),
+            checksum_of(target.value_for_reading()),
+        )
+        for target in targets
+    ]
 
 
 def _only(some: Iterable[tuple[str, int, int]], others: Iterable[tuple[str, int, int]]) -> str:
