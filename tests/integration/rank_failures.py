@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memd_client
 from memd_client.core.leases import MODE_READ, MODE_WRITE
+from memd_client.parameters.parameter import StreamedParameter
 from memd_native import PART_GRADIENT
 from tests.integration.rank_programs import (
     HANG_S,
@@ -152,10 +153,43 @@ def one_raises(address: str) -> dict[str, Any]:
             refuse("write", lambda: gradient.mul_(2))
         refuse("step after write", optimizer.step)
         optimizer.zero_grad()
+        for name, change in (
+            ("clip", lambda: optimizer.clip_grad_norm_(1.0)),
+            ("unscale", lambda: _new_scaler().unscale_(optimizer)),
+        ):
+            trained.backward()
+            with not_following(session, "weight"):
+                refuse(f"follow {name}", change)
+            refuse(f"step after follow {name}", optimizer.step)
+            optimizer.zero_grad()
         refuse("kept after write", gradient.clone)
         trained.backward()
         optimizer.step()
         return trained.found()
+
+
+def _new_scaler() -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+@contextmanager
+def not_following(session: memd_client.Session, name: str) -> Iterator[None]:
+    """Inside, rank 1 can't show in a tensor of its own what rank 0 has made of a gradient."""
+    if not distributed.get_rank():
+        yield
+        return
+    slot = next(
+        each.gradient
+        for each in session.transaction.job.shards.parameters
+        if isinstance(each, StreamedParameter) and each.shard.name == name
+    )
+    vars(slot)["show_in_assigned"] = Mock(side_effect=memd_client.CapacityError("no room"))
+    try:
+        yield
+    finally:
+        del vars(slot)["show_in_assigned"]
 
 
 def _uses(trained: Trained) -> list[tuple[str, Callable[[], Any]]]:

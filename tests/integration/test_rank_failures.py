@@ -54,6 +54,8 @@ def test_where_one_rank_raises_between_exchanges_all_raise_and_go_on(found: Foun
             "norm": f"{could_not} clip gradients: no room",
             "scale": f"{could_not} clip gradients: no room",
             "divide": f"{could_not} unscale gradients: no room",
+            "follow clip": f"{could_not} clip gradients: no room",
+            "follow unscale": f"{could_not} unscale gradients: no room",
         },
     )
     refuse_missing(
@@ -65,6 +67,8 @@ def test_where_one_rank_raises_between_exchanges_all_raise_and_go_on(found: Foun
             "norm": "CapacityError: no room",
             "scale": "CapacityError: no room",
             "divide": "CapacityError: no room",
+            "follow clip": "CapacityError: no room",
+            "follow unscale": "CapacityError: no room",
         },
     )
     for each in (first, second):
@@ -79,6 +83,8 @@ def test_where_one_rank_raises_between_exchanges_all_raise_and_go_on(found: Foun
                 "backward after scale": f"{void} clip gradients",
                 "step after divide": f"{void} unscale gradients",
                 "step after write": f"{void} change gradients",
+                "step after follow clip": f"{void} clip gradients",
+                "step after follow unscale": f"{void} unscale gradients",
                 "kept after write": "the gradient of 'bias' was no average of all ranks",
             },
         )

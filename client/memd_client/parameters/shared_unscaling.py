@@ -43,15 +43,9 @@ def _unscale_together(
     if not ranks.are_several or all(job.rank_gradients.has_own(slot.shard) for slot in slots):
         return False
     job.rank_gradients.complete("unscale_()")
-    is_change = not _is_checked_only(inverse_scale)
     are_infinite = _unscale_shares(slots, job, found_inf, inverse_scale)
     if are_infinite:
         found_inf.fill_(1.0)
-    for at, slot in enumerate(slots):
-        if at % ranks.world_size != ranks.rank and is_change:
-            leases = job.gradient_leases_of(slot.shard)
-            slot.prepare_change(leases)
-            slot.show_in_assigned(leases)
     return True
 
 
@@ -80,10 +74,19 @@ def _unscale_shares(
             _unscale_one(slot, job, found, inverse_scale)
         return bool(found)
 
+    def follow() -> None:
+        for at, slot in enumerate(slots):
+            if at % ranks.world_size != ranks.rank:
+                leases = job.gradient_leases_of(slot.shard)
+                slot.prepare_change(leases)
+                slot.show_in_assigned(leases)
+
     ranks.refuse_different({"the scale": float(inverse_scale)} | named, _UNSCALING, look=look)
     with nullcontext() if is_check else gradients.changing(_UNSCALING):
         # After this nobody reads what others have not unscaled yet.
         are_infinite = any(ranks.together(unscale, _UNSCALING))
+        if not is_check:
+            ranks.together(follow, _UNSCALING)
     if is_check:
         gradients.note_agreed(_UNSCALING, (named, are_infinite))
     return are_infinite

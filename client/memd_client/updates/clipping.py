@@ -102,6 +102,7 @@ def _norms(targets: Sequence[Target], norm_type: float, ranks: Ranks) -> list[to
 def _scale(targets: Sequence[Target], factor: torch.Tensor, job: Job) -> None:
     ranks = job.ranks
     own = _own(targets, ranks)
+    of_others = [each for at, each in enumerate(targets) if at % ranks.world_size != ranks.rank]
 
     def scale() -> None:
         for target in own:
@@ -109,12 +110,14 @@ def _scale(targets: Sequence[Target], factor: torch.Tensor, job: Job) -> None:
         for target in own:
             target.multiply_gradient(factor)
 
+    def follow() -> None:
+        for target in of_others:
+            target.follow_multiplied(factor)
+
     with job.rank_gradients.changing(_CLIPPING):
         # Nobody reads what others have not scaled yet.
         ranks.together(scale, _CLIPPING)
-    for at, target in enumerate(targets):
-        if at % ranks.world_size != ranks.rank:
-            target.follow_multiplied(factor)
+        ranks.together(follow, _CLIPPING)
 
 
 def _in_torch_order(norms: list[torch.Tensor]) -> list[torch.Tensor]:
