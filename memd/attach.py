@@ -26,8 +26,9 @@ from memd.owner import Owner, tenant_of
 from memd.peers import Peer, Session
 from memd.refusal import Refused, StatusCode
 from memd.users import by_whom
-from memd_native import PROTOCOL_VERSION, StatusError
-from memd_proto.v1 import attach_pb2
+from memd_native import StatusError
+from memd_native.protocol import SPOKEN
+from memd_proto.v1 import attach_pb2, types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -188,12 +189,13 @@ class AttachListener:
 
     def _refuse(self, connection: socket.socket, refused: Refused, **values: int) -> None:
         log.warning("connection refused", extra={**values, "reason": str(refused)})
-        welcome = attach_pb2.Welcome(protocol_version=PROTOCOL_VERSION, refusal=str(refused))
+        welcome = _first_words()
+        welcome.refusal = str(refused)
         _send_or_forget(connection, welcome.SerializeToString())
         connection.close()
 
     def _welcome(self, peer: Peer, connection: socket.socket) -> None:
-        welcome = attach_pb2.Welcome(protocol_version=PROTOCOL_VERSION)
+        welcome = _first_words()
         try:
             peer.identified = self._identity.of_peer(peer)
             self._peers.add(peer)
@@ -312,6 +314,11 @@ def bind(path: Path) -> socket.socket:
     finally:
         os.umask(mask)
     return listening
+
+
+def _first_words() -> attach_pb2.Welcome:
+    spoken = types_pb2.ProtocolRange(oldest=SPOKEN.oldest, newest=SPOKEN.newest)
+    return attach_pb2.Welcome(protocol_version=SPOKEN.newest, protocol_range=spoken)
 
 
 def _identify(connection: socket.socket) -> Peer:

@@ -11,7 +11,7 @@ import grpc
 
 from memd.refusal import Refused, StatusCode, Unreachable
 from memd.snapshot_reading import SnapshotReading
-from memd_native import PROTOCOL_VERSION
+from memd_native.protocol import SPOKEN, versions_said
 from memd_proto.v1 import (
     attach_pb2,
     check_pb2,
@@ -50,13 +50,18 @@ class DaemonClient:
                 f"no daemon answers at {attach_socket}: {error.strerror or error}; start one with "
                 "`memd serve`, or say where it is with --socket or MEMD_ADDRESS",
             ) from error
-        if welcome.refusal or welcome.protocol_version != PROTOCOL_VERSION:
+        spoken = versions_said(
+            welcome.protocol_version,
+            oldest=welcome.protocol_range.oldest,
+            newest=welcome.protocol_range.newest,
+        )
+        if welcome.refusal or SPOKEN.agreed_with(spoken) is None:
             self._connection.close()
             raise Refused(
                 StatusCode.PERMISSION_DENIED,
                 welcome.refusal
-                or f"this memd speaks protocol version {PROTOCOL_VERSION} and the daemon version "
-                f"{welcome.protocol_version}; use the same memd for both",
+                or f"this memd speaks protocol version {SPOKEN} and the daemon version {spoken}; "
+                "use the same memd for both",
             )
         self._metadata = (("memd-token", welcome.token), *credential)
         self._channel = grpc.insecure_channel(welcome.control_address)

@@ -22,7 +22,8 @@ from memd_client.core.leases import Leases
 from memd_client.core.ranks import Ranks
 from memd_client.errors import InvalidArgument, MemdError, NotYet
 from memd_client.session import Session
-from memd_proto.v1 import session_pb2
+from memd_native.protocol import SPOKEN
+from memd_proto.v1 import session_pb2, types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,7 +76,7 @@ def connect(
     """
     ranks = _ranks(*_place(rank, world_size))
     request = session_pb2.AttachRequest(
-        protocol_version=memd_native.PROTOCOL_VERSION,
+        protocol_range=types_pb2.ProtocolRange(oldest=SPOKEN.oldest, newest=SPOKEN.newest),
         job=job,
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -149,6 +150,7 @@ def _attach(
         where = private.address
         last_words = private.last_words
     connection = AttachConnection(where)
+    request.protocol_version = connection.protocol_version
     try:
         control = Control(
             address=connection.control_address,

@@ -19,7 +19,8 @@ from memd.service.declarations import Declarations
 from memd.service.places import STEPS
 from memd.service.ranks import RankCall, RankCalls, merged_step, refuse_other_counts
 from memd.users import by_whom
-from memd_native import PROTOCOL_VERSION, RANKS_MAX, StatusError
+from memd_native import RANKS_MAX, StatusError
+from memd_native.protocol import SPOKEN, versions_said
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
@@ -448,11 +449,16 @@ def _not_opened(existing: JobInfo | None, full: _Full | None, owner: Owner) -> R
 
 
 def _check_attach(request: session_pb2.AttachRequest) -> None:
-    if request.protocol_version != PROTOCOL_VERSION:
+    if request.protocol_version not in SPOKEN:
+        spoken = versions_said(
+            request.protocol_version,
+            oldest=request.protocol_range.oldest,
+            newest=request.protocol_range.newest,
+        )
         raise Refused(
             StatusCode.INVALID_ARGUMENT,
-            f"the client speaks protocol version {request.protocol_version} and this daemon "
-            f"(memd {__version__}) version {PROTOCOL_VERSION}; install the same memd for both",
+            f"the client speaks protocol version {spoken} and this daemon (memd {__version__}) "
+            f"version {SPOKEN}; install the same memd for both",
         )
     access.check_job_name(request.job)
     if request.rank >= max(request.world_size, 1) or request.world_size > RANKS_MAX:

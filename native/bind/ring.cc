@@ -14,6 +14,7 @@
 #include "base/dtype.h"
 #include "bind/bind.h"
 #include "ring/client_session.h"
+#include "ring/protocol.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -265,6 +266,7 @@ std::shared_ptr<ClientSession> connect(int session_fd,
 }
 
 void bind_words(nb::module_& module) {
+  module.attr("PROTOCOL_OLDEST") = kProtocolOldest;
   module.attr("PROTOCOL_VERSION") = kProtocolVersion;
   module.attr("PART_VALUE") = static_cast<int>(Part::value);
   module.attr("PART_GRADIENT") = static_cast<int>(Part::gradient);

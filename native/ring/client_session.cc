@@ -14,6 +14,7 @@
 
 #include "base/clock.h"
 #include "base/streaming_copy.h"
+#include "ring/protocol.h"
 
 namespace memd {
 namespace {
@@ -65,7 +66,7 @@ Result<std::shared_ptr<ClientSession>> ClientSession::create(ClientSessionOption
   auto table = SharedMemory::map(std::move(options.table), sizeof(TableLayout));
   if (!table.is_ok()) return table.status();
   const auto* header = reinterpret_cast<const SessionHeader*>(memory.value().data());
-  if (header->magic != kSessionMagic || header->protocol_version != kProtocolVersion) {
+  if (header->magic != kSessionMagic || !is_protocol_spoken(header->protocol_version)) {
     return error(StatusCode::invalid_argument,
                  "client and daemon speak different versions of the session protocol; install the "
                  "same version: ",

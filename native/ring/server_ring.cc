@@ -11,6 +11,8 @@
 #include <cstring>
 #include <string_view>
 
+#include "ring/protocol.h"
+
 namespace memd {
 namespace {
 
@@ -44,7 +46,7 @@ Result<ServerRing> ServerRing::adopt(OwnedFd session, OwnedFd doorbell) {
     return error(StatusCode::invalid_argument, "what was kept as a session's doorbell is none");
   ServerRing ring(std::move(memory).value(), std::move(doorbell));
   SessionHeader& header = ring.header();
-  if (header.magic != kSessionMagic || header.protocol_version != kProtocolVersion) {
+  if (header.magic != kSessionMagic || !is_protocol_spoken(header.protocol_version)) {
     ring.broken_ = true;
     return ring;
   }

@@ -20,7 +20,7 @@ import pytest
 from memd import attach, peers
 from memd.attach import AttachListener, send_session
 from memd.peers import Peer, Peers, Session
-from memd_native import PROTOCOL_VERSION
+from memd_native import PROTOCOL_OLDEST, PROTOCOL_VERSION
 from memd_proto.v1 import attach_pb2
 from tests.unit.fake_native import FakeServer, as_server
 
@@ -111,6 +111,8 @@ def test_a_client_is_welcomed_with_a_token_of_its_own(listening: Listening) -> N
         with listening.connect() as client:
             welcome = attach_pb2.Welcome.FromString(client.recv(4096))
             assert (welcome.protocol_version, welcome.refusal) == (PROTOCOL_VERSION, "")
+            spoken = welcome.protocol_range
+            assert (spoken.oldest, spoken.newest) == (PROTOCOL_OLDEST, PROTOCOL_VERSION)
             assert welcome.control_address == CONTROL
             tokens.add(welcome.token)
     assert len(tokens) == 2

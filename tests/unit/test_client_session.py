@@ -153,6 +153,40 @@ class TestConnect:
         ):
             AttachConnection(address)
 
+    def test_the_newest_version_of_both_ranges_is_spoken(self, tmp_path: Path) -> None:
+        here = memd_native.PROTOCOL_VERSION
+        spoken = types_pb2.ProtocolRange(oldest=memd_native.PROTOCOL_OLDEST, newest=here + 3)
+        newer = attach_pb2.Welcome(protocol_version=here + 3, protocol_range=spoken, token="t")
+        with attach_server(tmp_path, newer) as address:
+            connection = AttachConnection(address)
+            assert (connection.protocol_version, connection.token) == (here, "t")
+            connection.close()
+
+    def test_a_range_without_a_version_of_ours_is_refused_with_both_named(
+        self, tmp_path: Path
+    ) -> None:
+        here = memd_native.PROTOCOL_VERSION
+        spoken = types_pb2.ProtocolRange(oldest=here + 1, newest=here + 3)
+        newer = attach_pb2.Welcome(protocol_version=here + 3, protocol_range=spoken)
+        with (
+            attach_server(tmp_path, newer) as address,
+            pytest.raises(
+                memd_client.InvalidArgument, match=rf"{here} here, {here + 1} to {here + 3} there"
+            ),
+        ):
+            AttachConnection(address)
+
+    def test_words_of_a_newer_daemon_that_are_not_known_here_are_no_obstacle(
+        self, tmp_path: Path
+    ) -> None:
+        welcome = attach_pb2.Welcome(protocol_version=memd_native.PROTOCOL_VERSION, token="t")
+        grown = attach_pb2.Welcome.FromString(welcome.SerializeToString() + b"\xba\x3e\x03new")
+        assert grown != welcome
+        with attach_server(tmp_path, grown) as address:
+            connection = AttachConnection(address)
+            assert connection.token == "t"
+            connection.close()
+
     def test_a_refusal_is_passed_on(self, tmp_path: Path) -> None:
         welcome = attach_pb2.Welcome(
             protocol_version=memd_native.PROTOCOL_VERSION, refusal="user 7 is not in group memd"

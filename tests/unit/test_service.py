@@ -418,6 +418,19 @@ def test_an_error_carries_code_and_detail_in_both_forms(service: Service) -> Non
     assert service.server.jobs() == []
 
 
+def test_a_client_with_a_range_is_served_in_the_version_that_it_chose(service: Service) -> None:
+    spoken = types_pb2.ProtocolRange(oldest=1, newest=PROTOCOL_VERSION + 5)
+    assert service.caller().attach(protocol_range=spoken).session_id != 0
+
+
+def test_a_clients_range_is_named_where_it_is_refused(service: Service) -> None:
+    newest = PROTOCOL_VERSION + 5
+    spoken = types_pb2.ProtocolRange(oldest=newest - 2, newest=newest)
+    with pytest.raises(grpc.RpcError) as error:
+        service.caller().attach(protocol_version=newest, protocol_range=spoken)
+    assert f"version {newest - 2} to {newest} and this daemon" in refusal_of(error).message
+
+
 def test_another_protocol_version_is_refused_with_both_named(service: Service) -> None:
     with pytest.raises(grpc.RpcError) as error:
         service.caller().attach(protocol_version=7)

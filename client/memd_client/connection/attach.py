@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from memd_client.errors import DaemonUnavailable, InvalidArgument, MemdError, PermissionDenied
-from memd_native import PROTOCOL_VERSION
+from memd_native.protocol import SPOKEN, versions_said
 from memd_proto.v1 import attach_pb2
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class AttachConnection:
             self._connect(address)
             self._daemon_process_id = self._peer_process_id()
             self._welcome = self._receive_welcome()
+            self._protocol_version = self._agree()
         except BaseException:
             self._socket.close()
             raise
@@ -56,6 +57,11 @@ class AttachConnection:
     @property
     def daemon_version(self) -> str:
         return self._welcome.daemon_version
+
+    @property
+    def protocol_version(self) -> int:
+        """The newest that both sides speak: a new session's."""
+        return self._protocol_version
 
     def session_descriptors(self, session_id: int) -> tuple[int, int, int]:
         """Descriptors of session memory, shard table and doorbell, which the daemon sends after
@@ -140,16 +146,25 @@ class AttachConnection:
         return int(_UCRED.unpack(credentials)[0])
 
     def _receive_welcome(self) -> attach_pb2.Welcome:
-        welcome = attach_pb2.Welcome.FromString(self._receive()[0])
-        if welcome.protocol_version != PROTOCOL_VERSION:
+        return attach_pb2.Welcome.FromString(self._receive()[0])
+
+    def _agree(self) -> int:
+        welcome = self._welcome
+        spoken = versions_said(
+            welcome.protocol_version,
+            oldest=welcome.protocol_range.oldest,
+            newest=welcome.protocol_range.newest,
+        )
+        agreed = SPOKEN.agreed_with(spoken)
+        if agreed is None:
             raise InvalidArgument(
                 "client and daemon speak different protocol versions; install the same version of "
-                f"memd for both: {PROTOCOL_VERSION} here, {welcome.protocol_version} there (daemon "
+                f"memd for both: {SPOKEN} here, {spoken} there (daemon "
                 f"{welcome.daemon_version or 'unknown'})"
             )
         if welcome.refusal:
             raise PermissionDenied(f"the daemon refuses this process: {welcome.refusal}")
-        return welcome
+        return agreed
 
     def _receive_descriptors(self) -> tuple[attach_pb2.Descriptors, list[int]]:
         packet, fds = self._receive()

@@ -58,6 +58,8 @@ def simulate_plan(uses: Sequence[tuple[int, int]], item_bytes: Sequence[int], *,
     Bytes that eviction by farthest next use moves if `uses`, pairs of an item and USE_*, repeat. `writes_changes`: changed items are on disk at the end of their period anyway.
     """
 
+PROTOCOL_OLDEST: int = 4
+
 PROTOCOL_VERSION: int = 4
 
 PART_VALUE: int = 0

@@ -1,23 +1,27 @@
+from memd_proto.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "daemon_version", "token", "control_address", "refusal")
+    __slots__ = ("protocol_version", "daemon_version", "token", "control_address", "refusal", "protocol_range")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DAEMON_VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     CONTROL_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_RANGE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     daemon_version: str
     token: str
     control_address: str
     refusal: str
-    def __init__(self, protocol_version: _Optional[int] = ..., daemon_version: _Optional[str] = ..., token: _Optional[str] = ..., control_address: _Optional[str] = ..., refusal: _Optional[str] = ...) -> None: ...
+    protocol_range: _types_pb2.ProtocolRange
+    def __init__(self, protocol_version: _Optional[int] = ..., daemon_version: _Optional[str] = ..., token: _Optional[str] = ..., control_address: _Optional[str] = ..., refusal: _Optional[str] = ..., protocol_range: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ...) -> None: ...
 
 class Descriptors(_message.Message):
     __slots__ = ("kind", "session_id", "segment_first", "segment_count", "reading_id")

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "job", "rank", "world_size", "host_bytes", "nvme_bytes", "durability", "fresh", "without_shared_memory", "kept_session_id")
+    __slots__ = ("protocol_version", "job", "rank", "world_size", "host_bytes", "nvme_bytes", "durability", "fresh", "without_shared_memory", "kept_session_id", "protocol_range")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class AttachRequest(_message.Message):
     FRESH_FIELD_NUMBER: _ClassVar[int]
     WITHOUT_SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     KEPT_SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_RANGE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     job: str
     rank: int
@@ -29,7 +30,8 @@ class AttachRequest(_message.Message):
     fresh: bool
     without_shared_memory: bool
     kept_session_id: int
-    def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., durability: _Optional[str] = ..., fresh: bool = ..., without_shared_memory: bool = ..., kept_session_id: _Optional[int] = ...) -> None: ...
+    protocol_range: _types_pb2.ProtocolRange
+    def __init__(self, protocol_version: _Optional[int] = ..., job: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., durability: _Optional[str] = ..., fresh: bool = ..., without_shared_memory: bool = ..., kept_session_id: _Optional[int] = ..., protocol_range: _Optional[_Union[_types_pb2.ProtocolRange, _Mapping]] = ...) -> None: ...
 
 class RankCall(_message.Message):
     __slots__ = ("number",)

@@ -24,23 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13memd/v1/types.proto\x12\x07memd.v1\"\xb1\x01\n\tShardSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x04kind\x18\x02 \x01(\x0e\x32\x12.memd.v1.ShardKind\x12\x1d\n\x05\x64type\x18\x03 \x01(\x0e\x32\x0e.memd.v1.DType\x12\r\n\x05shape\x18\x04 \x03(\x04\x12\x1b\n\x04tier\x18\x05 \x01(\x0e\x32\r.memd.v1.Tier\x12\x12\n\nvalue_only\x18\x06 \x01(\x08\x12\x15\n\rkeeps_maximum\x18\x07 \x01(\x08\"\x91\x01\n\x05Shard\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12 \n\x04spec\x18\x02 \x01(\x0b\x32\x12.memd.v1.ShardSpec\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0f\n\x07written\x18\x04 \x01(\x08\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x0c\n\x04lost\x18\x06 \x01(\x08\x12\x12\n\nunreadable\x18\x07 \x01(\x08\"1\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x14\n\x0c\x65rror_number\x18\x02 \x01(\x05*\xda\x01\n\x05\x44Type\x12\x16\n\x12\x44_TYPE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44_TYPE_FLOAT32\x10\x01\x12\x13\n\x0f\x44_TYPE_BFLOAT16\x10\x02\x12\x12\n\x0e\x44_TYPE_FLOAT16\x10\x03\x12\x12\n\x0e\x44_TYPE_FLOAT64\x10\x04\x12\x0f\n\x0b\x44_TYPE_INT8\x10\x05\x12\x10\n\x0c\x44_TYPE_INT16\x10\x06\x12\x10\n\x0c\x44_TYPE_INT32\x10\x07\x12\x10\n\x0c\x44_TYPE_INT64\x10\x08\x12\x10\n\x0c\x44_TYPE_UINT8\x10\t\x12\x0f\n\x0b\x44_TYPE_BOOL\x10\n*m\n\tShardKind\x12\x1a\n\x16SHARD_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SHARD_KIND_PARAMETER\x10\x01\x12\x13\n\x0fSHARD_KIND_BLOB\x10\x02\x12\x15\n\x11SHARD_KIND_BUFFER\x10\x03*:\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\r\n\tTIER_HOST\x10\x01\x12\r\n\tTIER_NVME\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13memd/v1/types.proto\x12\x07memd.v1\"/\n\rProtocolRange\x12\x0e\n\x06oldest\x18\x01 \x01(\r\x12\x0e\n\x06newest\x18\x02 \x01(\r\"\xb1\x01\n\tShardSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12 \n\x04kind\x18\x02 \x01(\x0e\x32\x12.memd.v1.ShardKind\x12\x1d\n\x05\x64type\x18\x03 \x01(\x0e\x32\x0e.memd.v1.DType\x12\r\n\x05shape\x18\x04 \x03(\x04\x12\x1b\n\x04tier\x18\x05 \x01(\x0e\x32\r.memd.v1.Tier\x12\x12\n\nvalue_only\x18\x06 \x01(\x08\x12\x15\n\rkeeps_maximum\x18\x07 \x01(\x08\"\x91\x01\n\x05Shard\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12 \n\x04spec\x18\x02 \x01(\x0b\x32\x12.memd.v1.ShardSpec\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0f\n\x07written\x18\x04 \x01(\x08\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x0c\n\x04lost\x18\x06 \x01(\x08\x12\x12\n\nunreadable\x18\x07 \x01(\x08\"1\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x14\n\x0c\x65rror_number\x18\x02 \x01(\x05*\xda\x01\n\x05\x44Type\x12\x16\n\x12\x44_TYPE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44_TYPE_FLOAT32\x10\x01\x12\x13\n\x0f\x44_TYPE_BFLOAT16\x10\x02\x12\x12\n\x0e\x44_TYPE_FLOAT16\x10\x03\x12\x12\n\x0e\x44_TYPE_FLOAT64\x10\x04\x12\x0f\n\x0b\x44_TYPE_INT8\x10\x05\x12\x10\n\x0c\x44_TYPE_INT16\x10\x06\x12\x10\n\x0c\x44_TYPE_INT32\x10\x07\x12\x10\n\x0c\x44_TYPE_INT64\x10\x08\x12\x10\n\x0c\x44_TYPE_UINT8\x10\t\x12\x0f\n\x0b\x44_TYPE_BOOL\x10\n*m\n\tShardKind\x12\x1a\n\x16SHARD_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14SHARD_KIND_PARAMETER\x10\x01\x12\x13\n\x0fSHARD_KIND_BLOB\x10\x02\x12\x15\n\x11SHARD_KIND_BUFFER\x10\x03*:\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\r\n\tTIER_HOST\x10\x01\x12\r\n\tTIER_NVME\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'memd.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=412
-  _globals['_DTYPE']._serialized_end=630
-  _globals['_SHARDKIND']._serialized_start=632
-  _globals['_SHARDKIND']._serialized_end=741
-  _globals['_TIER']._serialized_start=743
-  _globals['_TIER']._serialized_end=801
-  _globals['_SHARDSPEC']._serialized_start=33
-  _globals['_SHARDSPEC']._serialized_end=210
-  _globals['_SHARD']._serialized_start=213
-  _globals['_SHARD']._serialized_end=358
-  _globals['_ERRORDETAIL']._serialized_start=360
-  _globals['_ERRORDETAIL']._serialized_end=409
+  _globals['_DTYPE']._serialized_start=461
+  _globals['_DTYPE']._serialized_end=679
+  _globals['_SHARDKIND']._serialized_start=681
+  _globals['_SHARDKIND']._serialized_end=790
+  _globals['_TIER']._serialized_start=792
+  _globals['_TIER']._serialized_end=850
+  _globals['_PROTOCOLRANGE']._serialized_start=32
+  _globals['_PROTOCOLRANGE']._serialized_end=79
+  _globals['_SHARDSPEC']._serialized_start=82
+  _globals['_SHARDSPEC']._serialized_end=259
+  _globals['_SHARD']._serialized_start=262
+  _globals['_SHARD']._serialized_end=407
+  _globals['_ERRORDETAIL']._serialized_start=409
+  _globals['_ERRORDETAIL']._serialized_end=458
 # @@protoc_insertion_point(module_scope)

@@ -52,6 +52,14 @@ TIER_UNSPECIFIED: Tier
 TIER_HOST: Tier
 TIER_NVME: Tier
 
+class ProtocolRange(_message.Message):
+    __slots__ = ("oldest", "newest")
+    OLDEST_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    oldest: int
+    newest: int
+    def __init__(self, oldest: _Optional[int] = ..., newest: _Optional[int] = ...) -> None: ...
+
 class ShardSpec(_message.Message):
     __slots__ = ("name", "kind", "dtype", "shape", "tier", "value_only", "keeps_maximum")
     NAME_FIELD_NUMBER: _ClassVar[int]
