@@ -17,6 +17,7 @@
 # make deb         dist/memd_*.deb: the daemon for this Debian, with systemd units, man pages and completion
 # make try-deb     installs it under a real systemd, restarts, upgrades and purges it under a trainer (root; half an hour)
 # make try-containers  builds the images of deploy/container with buildah, and trains in them with podman (root)   ARGS="--kills 3"
+# make operator    what an operator does, from an empty root without compiler to a dropped job: wheel, service, Prometheus, a fence, an upgrade (root)   ARGS=--quick
 # make clean       what a build leaves behind; `make distclean` .venv too
 #
 # Each does all its set-up: see deploy/setup/setup.sh for PYTHON, TORCH and TORCH_INDEX.
@@ -24,7 +25,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-more conformance bench peers soak mutants sanitize lint format tidy house regenerate manual wheels try-wheels deb try-deb try-containers clean distclean
+.PHONY: help demo test test-more conformance bench peers soak mutants sanitize lint format tidy house regenerate manual wheels try-wheels deb try-deb try-containers operator clean distclean
 
 export PYTHON TORCH TORCH_INDEX
 
@@ -161,6 +162,10 @@ try-containers:
 	@$(SETUP) test
 	deploy/container/build.sh
 	$(IN_VENV) python -m tests.soak.containers $(ARGS)
+
+# The programs that it needs are its own to name: with --quick .venv, else a root that it makes.
+operator:
+	tests/e2e/operator.sh $(ARGS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis tests/bench/out

@@ -1,10 +1,12 @@
-"""A root that systemd-nspawn boots, with a real systemd, and commands that run in it."""
+"""Systems that commands run in, with a log of all they said; one is a root that systemd-nspawn
+boots, with a real systemd."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,12 +39,54 @@ def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
     return answer.stdout
 
 
-class BootedRoot:
+class System(ABC):
+    def __init__(self, root: Path, log: Path) -> None:
+        """Paths of the system begin at `root` here."""
+        self.root = root
+        self._log = log.open("w", encoding="utf-8")
+
+    @abstractmethod
+    def enter(self, *command: str) -> list[str]:
+        """What runs the command there."""
+
+    def do(self, *command: str, may_fail: bool = False) -> str:
+        """What the command said; it is in the log with all it said."""
+        answer = subprocess.run(
+            self.enter(*command), capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+        )
+        said = answer.stdout + answer.stderr
+        self.note(f"# {' '.join(command)}\n{said}[{answer.returncode}]")
+        if answer.returncode != 0 and not may_fail:
+            raise Failure(f"{' '.join(command)} ended with {answer.returncode}:\n{said[-4000:]}")
+        return answer.stdout
+
+    def lines_of(self, *command: str) -> list[str]:
+        """As `do`, for answers too long for the log."""
+        return run(*self.enter(*command)).splitlines()
+
+    def fails(self, *command: str) -> bool:
+        answer = subprocess.run(self.enter(*command), capture_output=True, check=False)
+        return answer.returncode != 0
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        self.note(f"# {' '.join(command)} &")
+        return subprocess.Popen(
+            self.enter(*command), stdout=self._log, stderr=subprocess.STDOUT, text=True
+        )
+
+    def note(self, text: str) -> None:
+        self._log.write(text.rstrip("\n") + "\n\n")
+        self._log.flush()
+
+    def end(self) -> None:
+        self._log.close()
+
+
+class BootedRoot(System):
     """Reaches nothing but its own loopback, and sees `srv` as /srv."""
 
     def __init__(self, root: Path, log: Path, *, srv: Path) -> None:
-        self.root = root
-        self._log = log.open("w", encoding="utf-8")
+        super().__init__(root, log)
         command = ["systemd-nspawn", "--quiet", f"--directory={root}", "--boot"]
         # This machine may have no machined.
         command += ["--machine=memd-trial", "--register=no", "--keep-unit"]
@@ -80,35 +124,6 @@ class BootedRoot:
         namespaces = ["nsenter", "--target", str(self._init), "--mount", "--uts", "--ipc", "--net"]
         return [*namespaces, "--pid", "--root", "--", *CLEAN, *command]
 
-    def do(self, *command: str, may_fail: bool = False) -> str:
-        """What the command said; it is in the log with all it said."""
-        answer = subprocess.run(
-            self.enter(*command), capture_output=True, text=True, check=False, timeout=TIMEOUT_S
-        )
-        said = answer.stdout + answer.stderr
-        self.note(f"# {' '.join(command)}\n{said}[{answer.returncode}]")
-        if answer.returncode != 0 and not may_fail:
-            raise Failure(f"{' '.join(command)} ended with {answer.returncode}:\n{said[-4000:]}")
-        return answer.stdout
-
-    def lines_of(self, *command: str) -> list[str]:
-        """As `do`, for answers too long for the log."""
-        return run(*self.enter(*command)).splitlines()
-
-    def fails(self, *command: str) -> bool:
-        answer = subprocess.run(self.enter(*command), capture_output=True, check=False)
-        return answer.returncode != 0
-
-    def start(self, *command: str) -> subprocess.Popen[str]:
-        self.note(f"# {' '.join(command)} &")
-        return subprocess.Popen(
-            self.enter(*command), stdout=self._log, stderr=subprocess.STDOUT, text=True
-        )
-
-    def note(self, text: str) -> None:
-        self._log.write(text.rstrip("\n") + "\n\n")
-        self._log.flush()
-
     def end(self) -> None:
         if self._init:
             subprocess.run(self.enter("systemctl", "poweroff"), capture_output=True, check=False)
@@ -117,7 +132,7 @@ class BootedRoot:
         except subprocess.TimeoutExpired:
             self._nspawn.kill()
             self._nspawn.wait()
-        self._log.close()
+        super().end()
         self._console.close()
 
 

@@ -20,7 +20,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.soak.booted_root import CLEAN, TIMEOUT_S, BootedRoot, Failure, booted, run, wait
+from tests.soak.booted_root import CLEAN, BootedRoot, Failure, booted, run, wait
+from tests.soak.packaged_trainer import Trainer, copy_programs, user_who_trains
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "debian" / "trial"
@@ -29,7 +30,6 @@ SYSTEM = ("systemd-sysv", "dbus", "python3", "python3-venv", "man-db", "bash-com
 TOOLS = {"debootstrap": "debootstrap", "systemd-nspawn": "systemd-container"}
 # What users of smaller machines write too, before they install.
 SIZES = "[Service]\nEnvironment=MEMD_HOST=256MiB MEMD_NVME=1GiB\n"
-PROGRAMS = ("live_training.py", "packaged_training.py")
 PROBE = ("memd", "status", "--probe")
 TRAINER = "alice"
 UNITS = ("memd.service", "memd.socket")
@@ -136,11 +136,9 @@ def make_root(packages: tuple[Path, Path]) -> Path:
     run("cp", "--archive", "--target-directory", root, *copied)
     trial = base / "srv" / "trial"
     shutil.rmtree(trial, ignore_errors=True)
-    (trial / "tests" / "soak").mkdir(parents=True)
+    copy_programs(trial)
     for package in packages:
         shutil.copy(package, trial)
-    for name in PROGRAMS:
-        shutil.copy(ROOT / "tests" / "soak" / name, trial / "tests" / "soak")
     sizes = root / "etc" / "systemd" / "system" / "memd.service.d" / "sizes.conf"
     sizes.parent.mkdir(parents=True)
     sizes.write_text(SIZES)
@@ -152,46 +150,6 @@ def say(text: str) -> None:
 
 
 # --- the trial ------------------------------------------------------------------------------------
-
-
-class Trainer:
-    """A user's, in the group memd."""
-
-    _place = f"/home/{TRAINER}/run"
-
-    def __init__(self, system: BootedRoot) -> None:
-        self._system = system
-        self._folder = system.root / self._place.lstrip("/")
-        system.do("useradd", "--create-home", "--groups", "memd", TRAINER)
-        system.do("runuser", "-u", TRAINER, "--", "mkdir", self._place)
-        self._process = system.start(*self._program("train"))
-
-    def _program(self, what: str) -> tuple[str, ...]:
-        program = ("/srv/train/bin/python", "-m", "tests.soak.packaged_training")
-        beside = ("env", "--chdir=/srv/trial")
-        return ("runuser", "-u", TRAINER, "--", *beside, *program, what, self._place)
-
-    @property
-    def steps(self) -> int:
-        log = self._folder / "losses"
-        return len(log.read_text().splitlines()) if log.exists() else 0
-
-    def wait_for_steps(self, count: int = 20) -> None:
-        aim = self.steps + count
-
-        def made() -> bool:
-            if self._process.poll() is not None:
-                raise Failure(f"the trainer ended by itself with {self._process.returncode}")
-            return self.steps >= aim
-
-        wait(made, f"the trainer makes no {count} steps")
-
-    def finish(self) -> dict[str, int]:
-        self._system.do("runuser", "-u", TRAINER, "--", "touch", f"{self._place}/stop")
-        if self._process.wait(TIMEOUT_S) != 0:
-            raise Failure(f"the trainer ended with {self._process.returncode}")
-        compared: dict[str, int] = json.loads(self._system.do(*self._program("repeat")))
-        return compared
 
 
 class Service:
@@ -302,7 +260,8 @@ def trial(log: Path) -> Outcome:
         service = Service(system)
         service.check("installed")
         socket = service.socket()
-        trainer = Trainer(system)
+        trainer = Trainer(system, user_who_trains(system, TRAINER))
+        trainer.start()
         trainer.wait_for_steps()
         say(system.do("memd", "job", "list").strip())
         for what, command in (

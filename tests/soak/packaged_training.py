@@ -1,6 +1,6 @@
 """Runs beside an installed package: trains until FOLDER/stop exists, or compares that with memory.
 
-Run: python -m tests.soak.packaged_training train|repeat FOLDER
+Run: python -m tests.soak.packaged_training train|repeat FOLDER [DURABILITY [ADDRESS]]
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from pathlib import Path
 from tests.soak.live_training import Training, losses_of, repeat_in_memory, train
 
 DTYPE = "fp32"
+ADDRESS = "unix:///run/memd/memd.sock"
 
 
-def main(what: str, folder: Path) -> None:
+# "none": what is in no snapshot is in memory alone, so that a daemon that loses it loses the job.
+def main(what: str, folder: Path, durability: str = "none", address: str = ADDRESS) -> None:
     training = Training(
-        address="unix:///run/memd/memd.sock",
+        address=address,
         job="packaged",
         dtype=DTYPE,
-        # What is in no snapshot is in memory alone: a daemon that loses its memory loses the job.
-        durability="none",
+        durability=durability,
         memory="resident",
         step_in_backward=False,
         log=folder / "losses",
@@ -44,4 +45,4 @@ def main(what: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
