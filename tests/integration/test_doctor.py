@@ -3,6 +3,7 @@ doctor says so."""
 
 from __future__ import annotations
 
+import grp
 import json
 import os
 import shutil
@@ -11,18 +12,23 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from memd.doctor import calls, folders, kernel, memory
+from memd.config import Settings
+from memd.doctor import calls, folders, kernel, memory, sockets
+from memd.doctor.command import run
 from memd.doctor.finding import State
+from memd.users import user_name
+from memd_proto.v1 import job_pb2, status_pb2
 from tests.daemons import TIMEOUT_S
 from tests.integration.test_daemon_service import with_mode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from memd.client import DaemonClient
     from tests.daemons import Daemons
 
 FILTER = Path(__file__).parents[2] / "build/release/without_io_uring"
@@ -243,6 +249,56 @@ def test_a_user_outside_of_the_sockets_group(daemons: Daemons) -> None:
             with with_mode(0o666, daemon.attach_socket):
                 assert said().startswith("ok ")
     assert daemon.stop() == 0
+
+
+def test_a_member_of_the_group_who_has_not_logged_in_since(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = user_name(os.geteuid())
+    attach_socket = folder / "attach.sock"
+    attach_socket.touch()
+
+    def entry(name: str) -> grp.struct_group:
+        return grp.struct_group((name, "x", os.getegid(), [user]))
+
+    monkeypatch.setattr("memd.doctor.sockets.os.access", lambda *_, **__: False)
+    monkeypatch.setattr("memd.doctor.sockets.grp.getgrnam", entry)
+    found = sockets.group_member(attach_socket)
+    assert found is not None
+    assert found.state is State.OBSTACLE
+    assert f"although {user} is in its group" in found.found
+    assert found.cure == "log in again, so that new processes are in the group"
+
+
+class IllDaemon:
+    """Its answer is that of one whose drive has failed."""
+
+    def __enter__(self) -> IllDaemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def status(self) -> status_pb2.GetStatusResponse:
+        return status_pb2.GetStatusResponse(
+            version="9.9",
+            io_engine="io_uring",
+            pool=status_pb2.Pool(locked=False, note="Cannot allocate memory"),
+            fence_reason="/data/memd.volume: Input/output error",
+            jobs=[job_pb2.Job(name="gpt", lost_shard_count=2, committed_step=7)],
+        )
+
+
+def test_a_daemon_that_is_fenced_and_has_lost_shards(tmp_path: Path) -> None:
+    settings = Settings(socket=tmp_path / "memd.sock")
+    found = {each.check: each for each in run(settings, lambda: cast("DaemonClient", IllDaemon()))}
+    assert found["memlock"].state is State.NOTE
+    assert "Cannot allocate memory" in found["memlock"].found
+    assert found["volumes"].state is found["job gpt"].state is State.OBSTACLE
+    assert "nothing is committed: /data/memd.volume: Input/output" in found["volumes"].found
+    assert "`memd check`" in found["volumes"].cure
+    assert found["job gpt"].found == "2 shards are lost; it stays at step 7"
+    assert "`memd snapshot restore` an older step" in found["job gpt"].cure
 
 
 def test_huge_pages_that_are_not_reserved(tmp_path: Path) -> None:
