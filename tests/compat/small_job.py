@@ -2,8 +2,9 @@
 names of the public interface alone, and imports nothing of tests.
 
 Run: python small_job.py ADDRESS DURABILITY STEPS_TO
-Prints one line of JSON: where it went on, and the hash of all state after step STEPS_TO. Keeps its
-session, whose end would write everything to disk, until its standard input ends.
+Prints one line of JSON: where it went on, and the hash of all state after step STEPS_TO. A number
+on its standard input is the step to go on to, and then comes another such line. Keeps its session,
+whose end would write everything to disk, until its standard input ends.
 """
 
 from __future__ import annotations
@@ -52,15 +53,19 @@ def train(address: str, durability: str, steps_to: int) -> None:
     model = memd_client.offload(build(), session)
     optimizer = memd_client.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, session=session)
     first = session.resume()
-    for step in range(first, steps_to):
-        loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        session.commit()
-    # state_dict() waits for every step that was closed.
-    found = digest(model.state_dict(), optimizer.state_dict()["state"])
-    print(json.dumps({"went_on_at": first, "digest": found}), flush=True)
-    sys.stdin.read()
+    while True:
+        for step in range(first, steps_to):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.commit()
+        # state_dict() waits for every step that was closed.
+        found = digest(model.state_dict(), optimizer.state_dict()["state"])
+        print(json.dumps({"went_on_at": first, "digest": found}), flush=True)
+        first, line = steps_to, sys.stdin.readline()
+        if not line:
+            break
+        steps_to = int(line)
     session.close()
 
 

@@ -6,7 +6,10 @@ step may be missing. After kill -9 no step is missing either if both have one ve
 otherwise the job is where a power cut would have left it, and the log says why the memory was not
 taken over. Then today's client goes on, and every bit is that of a training in memory.
 
-Run: python -m tests.compat.upgrades [--count N] [--json FILE]; N runs of each case.
+If both have one protocol and one ledger, the old client also trains through the upgrade, without
+an end, and today's client trains on the old daemon.
+
+Run: python -m tests.compat.upgrades [--count N] [--json FILE] [--only RELEASE]; N runs of each.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memd_native.protocol import SPOKEN
 from tests.compat import small_job
 from tests.compat.releases import ROOT, Release, python_of, releases
 from tests.daemons import Daemon, Daemons, daemons
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
 STEPS_BEFORE = 7
 STEPS_AFTER = 4
@@ -42,6 +46,8 @@ class Case:
     # Where the job goes on; None: it is refused, since its memory was all it had.
     goes_on_at: int | None
     is_memory_lost: bool = False
+    # The old client goes on under today's daemon; without this, today's client does.
+    is_trained_through: bool = False
 
 
 CASES_OF_EVERY_LEDGER = (
@@ -54,6 +60,11 @@ CASES_OF_EVERY_LEDGER = (
 CASES_OF_TODAYS_LEDGER = (
     Case(durability="every:3", ends_by=signal.SIGKILL, goes_on_at=STEPS_BEFORE),
     Case(durability="none", ends_by=signal.SIGKILL, goes_on_at=STEPS_BEFORE),
+)
+CASES_TRAINED_THROUGH = tuple(
+    Case(durability=durability, ends_by=ends_by, goes_on_at=STEPS_BEFORE, is_trained_through=True)
+    for durability in ("step", "every:3", "none")
+    for ends_by in (signal.SIGTERM, signal.SIGKILL)
 )
 CASES_OF_ANOTHER_LEDGER = (
     Case(
@@ -74,7 +85,12 @@ def ledger_of_today() -> int:
 
 def cases_of(release: Release) -> tuple[Case, ...]:
     is_kept = release.ledger == ledger_of_today()
-    return CASES_OF_EVERY_LEDGER + (CASES_OF_TODAYS_LEDGER if is_kept else CASES_OF_ANOTHER_LEDGER)
+    cases = CASES_OF_EVERY_LEDGER + (CASES_OF_TODAYS_LEDGER if is_kept else CASES_OF_ANOTHER_LEDGER)
+    return cases + (CASES_TRAINED_THROUGH if is_kept and is_spoken(release) else ())
+
+
+def is_spoken(release: Release) -> bool:
+    return release.protocol in SPOKEN
 
 
 class Failure(Exception):
@@ -108,6 +124,39 @@ def upgrade(release: Release, case: Case) -> None:
             raise Failure("today's daemon did not end in order:\n" + daemon.log.read_text())
 
 
+def upgrade_under_training(release: Release, case: Case) -> None:
+    old = python_of(release)
+    steps = STEPS_BEFORE + STEPS_AFTER
+    with daemons() as made:
+        daemon = start(made, old)
+        with running_job(old, daemon, case.durability, STEPS_BEFORE) as (job, before):
+            in_memory = small_job.train_in_memory(STEPS_BEFORE)
+            expect(before["digest"], in_memory, "the old release's state")
+            daemon.process.send_signal(case.ends_by)
+            daemon.process.wait(TIMEOUT_S)
+            daemon = start(made, Path(sys.executable))
+            assert job.stdin is not None
+            job.stdin.write(f"{steps}\n")
+            job.stdin.flush()
+            after = said(job, daemon)
+            expect(after["went_on_at"], case.goes_on_at, "the old client went on at step")
+            in_memory = small_job.train_in_memory(steps)
+            expect(after["digest"], in_memory, "the old client's state under today's daemon")
+        if daemon.stop() != 0:
+            raise Failure("today's daemon did not end in order:\n" + daemon.log.read_text())
+
+
+def serve_todays_client(release: Release) -> None:
+    """The old daemon, without an upgrade."""
+    with daemons() as made:
+        daemon = start(made, python_of(release))
+        with running_job(Path(sys.executable), daemon, "step", STEPS_BEFORE) as (_, found):
+            in_memory = small_job.train_in_memory(STEPS_BEFORE)
+            expect(found["digest"], in_memory, "today's client's state on the old daemon")
+        if daemon.stop() != 0:
+            raise Failure("the old daemon did not end in order:\n" + daemon.log.read_text())
+
+
 def start(made: Daemons, python: Path) -> Daemon:
     # Daemons' command begins with the running interpreter; `before` puts another in its place.
     stand_in = "import os, sys; os.execv(sys.argv[1], [sys.argv[1], *sys.argv[3:]])"
@@ -129,18 +178,25 @@ def running_job(
         stderr=subprocess.PIPE,
         text=True,
     ) as job:
-        assert job.stdout is not None
-        line = job.stdout.readline()
-        if not line:
-            _, stderr = job.communicate(timeout=TIMEOUT_S)
-            raise Failure(f"{stderr[-3000:]}\n{daemon.log.read_text()[-3000:]}")
+        first = said(job, daemon)
         try:
-            yield job, json.loads(line)
+            yield job, first
         except BaseException:
             job.kill()
             raise
         # The end of its standard input ends it, unless it was killed.
         job.communicate(timeout=TIMEOUT_S)
+
+
+def said(job: subprocess.Popen[str], daemon: Daemon) -> dict[str, Any]:
+    """The job's next line."""
+    assert job.stdout is not None
+    line = job.stdout.readline()
+    if not line:
+        _, stderr = job.communicate(timeout=TIMEOUT_S)
+        raise Failure(f"{stderr[-3000:]}\n{daemon.log.read_text()[-3000:]}")
+    found: dict[str, Any] = json.loads(line)
+    return found
 
 
 def expect(found: object, wanted: object, what: str) -> None:
@@ -162,10 +218,13 @@ def expect_refusal(daemon: Daemon, durability: str) -> None:
             raise
 
 
-def each(count: int, run: Callable[[Release, Case], None]) -> list[dict[str, Any]]:
+def each(chosen: Sequence[Release], count: int) -> list[dict[str, Any]]:
     made = []
-    for release in releases():
+    for release in chosen:
+        if is_spoken(release) and release.ledger == ledger_of_today():
+            serve_todays_client(release)
         for case in cases_of(release):
+            run = upgrade_under_training if case.is_trained_through else upgrade
             began = time.monotonic()
             for _ in range(count):
                 run(release, case)
@@ -175,6 +234,7 @@ def each(count: int, run: Callable[[Release, Case], None]) -> list[dict[str, Any
                     "durability": case.durability,
                     "ends_by": case.ends_by.name,
                     "goes_on_at": case.goes_on_at,
+                    "is_trained_through": case.is_trained_through,
                     "upgrades": count,
                     "seconds": round(time.monotonic() - began, 1),
                 }
@@ -187,8 +247,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--json", type=Path)
+    names = [release.name for release in releases()]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="RELEASE")
     arguments = parser.parse_args()
-    text = json.dumps(each(arguments.count, upgrade), indent=2)
+    chosen = [release for release in releases() if release.name in arguments.only]
+    text = json.dumps(each(chosen, arguments.count), indent=2)
     print(text)
     if arguments.json is not None:
         arguments.json.write_text(text + "\n")
