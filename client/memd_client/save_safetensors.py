@@ -76,7 +76,8 @@ def save_safetensors(
     """
     defer_interrupts()
     tensors = model_tensors(model)
-    for job in {entry.job for tensor in tensors for entry in tensor.entries}:
+    jobs = {entry.job for tensor in tensors for entry in tensor.entries}
+    for job in jobs | {tensor.whole.job for tensor in tensors if tensor.whole is not None}:
         job.settle_for("save_safetensors()")
     given = Path(path)
     place = Path(os.path.realpath(given))  # as open() would, through a link
@@ -206,7 +207,9 @@ def _write_tensors(file: WholeFile, tensors: Sequence[ModelTensor], header: Head
         if not stored.size_bytes:
             continue
         for part in tensor.parts:
-            if part.entry is None:
+            if part.whole is not None:
+                _write_value(file, part.whole.read(), stored.dtype)
+            elif part.entry is None:
                 _write_value(file, part.tensor.detach(), stored.dtype)
             else:
                 with ParameterBytes(part.tensor).using(writes=False) as value:

@@ -75,10 +75,12 @@ CLIENT_PACKAGES = {
         ),
         *("given_memory", "thread_uses", "residency"),
         *("parameter", "saved_tensors", "away", "in_place", "tiles", "placement", "module_hooks"),
-        *("unnamed", "unnamed_parameter", "gathered_tiles", "model_tensors", "loaded_places"),
+        *("unnamed", "unnamed_parameter", "gathered_tiles", "whole_values", "model_tensors"),
+        "loaded_places",
     ),
     "updates": (
-        *("stateful_target", "streamed_target", "resident_target", "resident_ranks"),
+        *("stateful_target", "streamed_target", "resident_target", "sharded_target"),
+        *("fully_sharded", "resident_ranks"),
         *("empty_target", "targets", "clipping", "loaded_states"),
     ),
     "checkpoints": (

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -115,7 +116,19 @@ class Writer(CheckpointFolder, StorageWriter, AsyncStager):
             raise NotYet("memd writes one .metadata; call dcp.save without use_collectives=False")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """As it is.
+
+        Raises:
+            NotYet: it has shards of parameters, as of `fully_shard`.
+        """
+        for item in plan.items:
+            if item.type is WriteItemType.SHARD:
+                raise NotYet(
+                    f"the state has a shard of {item.index.fqn!r}, and a checkpoint of one process "
+                    "would have no other in this version; save what "
+                    "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) "
+                    "returns, or call save_safetensors()"
+                )
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

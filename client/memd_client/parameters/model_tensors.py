@@ -7,18 +7,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from memd_client.errors import InvalidArgument, NotResident
+from memd_client.errors import InvalidArgument, NotResident, NotYet
 from memd_client.parameters.parameter import streamed
 from memd_client.parameters.tiles import entries_of, is_in_memd, tiling_of
 from memd_client.parameters.unnamed import unnamed
+from memd_client.parameters.whole_values import WholeValue, whole_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable
 
     from torch import nn
 
     from memd_client.parameters.parameter import StreamedParameter
+
+# As DTensor is. torch's type for it would make mypy take the rest for unreachable.
+_is_made_of_others: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
 
 
 @dataclass(slots=True)
@@ -38,6 +43,11 @@ class ModelTensor:
     def entry(self) -> StreamedParameter | None:
         """If it is offloaded as one shard."""
         return streamed(self.tensor)
+
+    @property
+    def whole(self) -> WholeValue | None:
+        """If `tensor` is a shard of it."""
+        return whole_of(self.tensor)
 
     @property
     def entries(self) -> list[StreamedParameter]:
@@ -97,6 +107,11 @@ def refuse_copies(model: nn.Module, tensors: Iterable[ModelTensor]) -> None:
     }
     known = {id(each) for each in own.values()}
     for tensor in tensors:
+        if tensor.whole is not None:
+            raise NotYet(
+                f"{tensor.name!r} is in shards of fully_shard(), which a load does not reach in "
+                "this version; load the model before fully_shard(), or the job's values win"
+            )
         if not tensor.size_bytes or id(tensor.tensor) in known:
             continue
         found = own.get(_identity(tensor.tensor))
@@ -120,10 +135,17 @@ def _refuse(name: str, tensor: object) -> None:
         raise InvalidArgument(f"safetensors files hold dense tensors: {name!r} is {tensor.layout}")
     if tensor.device.type == "meta":
         raise NotResident(f"{name!r} has no bytes: it is on device meta")
+    if _is_made_of_others(tensor) and whole_of(tensor) is None:
+        raise InvalidArgument(
+            f"{name!r} is a {type(tensor.data).__name__}, of which this process may have a part, "
+            "and no optimizer of memd has it whole; give the model's parameters to one first"
+        )
 
 
 def _identity(tensor: torch.Tensor) -> Hashable:
     """Equal for tensors of the same memory in the same form, as those of tied parameters."""
+    if _is_made_of_others(tensor):
+        return id(tensor)  # it has no memory of its own
     # Memory of those that come and go has several, one after the other.
     if is_in_memd(tensor) or unnamed(tensor) is not None or not tensor.numel():
         return id(tensor)

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from memd_client.errors import InvalidArgument
+from memd_client.updates.sharded_target import ShardedTarget, norm_of_all
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -46,10 +49,7 @@ def clip_gradients(
     )
     if not targets:
         return torch.tensor(0.0)
-    norms = _norms(targets, float(norm_type), ranks)
-    total_norm: torch.Tensor = torch.linalg.vector_norm(
-        torch.stack(_in_torch_order(norms)), float(norm_type)
-    )
+    total_norm = _total_norm(targets, float(norm_type), ranks)
     if error_if_nonfinite and not torch.isfinite(total_norm):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is not finite, so they can't be "
@@ -77,8 +77,27 @@ def _refuse_different(
     ranks.refuse_different(settings | named, _CLIPPING, look=look)
 
 
+def _total_norm(targets: Sequence[Target], norm_type: float, ranks: Ranks) -> torch.Tensor:
+    sharded = [target for target in targets if isinstance(target, ShardedTarget)]
+    if sharded and len(sharded) != len(targets):
+        other = next(target for target in targets if not isinstance(target, ShardedTarget))
+        raise InvalidArgument(
+            f"torch has no norm of gradients of which some are shards of fully_shard(), as that of "
+            f"{sharded[0].shard.label!r}, and others are not, as that of {other.shard.label!r}; "
+            "give them to two optimizers, and clip each"
+        )
+    if sharded:
+        return norm_of_all(sharded, norm_type)
+    norms = _norms(targets, norm_type, ranks)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(_in_torch_order(norms)), norm_type)
+    return total
+
+
 def _own(targets: Sequence[Target], ranks: Ranks) -> Sequence[Target]:
-    """Ranks share the work: each gradient is one rank's to read and change, told by its place."""
+    """Ranks share the work: each gradient is one rank's to read and change, told by its place. A
+    shard is each rank's own."""
+    if targets and isinstance(targets[0], ShardedTarget):
+        return targets
     return targets[ranks.rank :: ranks.world_size]
 
 
@@ -102,7 +121,8 @@ def _norms(targets: Sequence[Target], norm_type: float, ranks: Ranks) -> list[to
 def _scale(targets: Sequence[Target], factor: torch.Tensor, job: Job) -> None:
     ranks = job.ranks
     own = _own(targets, ranks)
-    of_others = [each for at, each in enumerate(targets) if at % ranks.world_size != ranks.rank]
+    are_own = {id(target) for target in own}
+    of_others = [target for target in targets if id(target) not in are_own]
 
     def scale() -> None:
         for target in own:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memd_client.base.mapped_files import MappedFiles
 from memd_client.connection.shard import MAXIMUM, MOMENTS
@@ -22,12 +23,15 @@ from memd_client.transaction.loaded_moments import (
 from memd_client.transaction.moments import ordinary_moments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from memd_client.base.mapped_files import FileBytes
     from memd_client.core.job import Job
     from memd_client.transaction.transaction import Transaction
     from memd_client.updates.targets import Target
+
+# As DTensor is. torch's type for it would make mypy take the rest for unreachable.
+_is_made_of_others: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
 
 
 def state_of(states: Mapping[Any, Any], index: Any) -> dict[str, Any] | None:
@@ -157,6 +161,11 @@ def _refuse_moment(moment: Any, moment_name: str, target: Target) -> None:
     what = f"{moment_name} of parameter {target.shard.name!r}"
     if not isinstance(moment, torch.Tensor):
         raise InvalidArgument(f"{what} is no tensor: {type(moment).__name__}")
+    if _is_made_of_others(moment):
+        raise InvalidArgument(
+            f"{what} is a {type(moment).__name__}, of which this process may have a part; load "
+            "its full_tensor()"
+        )
     if moment.shape != target.shard.shape:
         raise InvalidArgument(
             f"{what} has another shape than the parameter: {list(moment.shape)}, "

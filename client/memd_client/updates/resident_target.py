@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memd_client.base.tensor_bytes import checksum_of
 from memd_client.core.leases import MODE_WRITE
 from memd_client.errors import InvalidArgument, MemdError
 from memd_client.parameters.gradients import GradientSlot
@@ -56,6 +57,14 @@ class ResidentTarget(UpdatedTarget):
             job.leases.write(shard, parameter.detach())
             job.mark_written()
 
+    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of the parameter, or of its gradient, that lies in this process: all of it."""
+        return tensor
+
+    def _part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """That part of a tensor in memd."""
+        return whole
+
     @property
     def shard(self) -> Shard:
         return self._shard
@@ -77,9 +86,10 @@ class ResidentTarget(UpdatedTarget):
     def has_sealed_gradient(self) -> bool:
         """The last step took this `p.grad`, and nobody has changed it since."""
         parameter = self._parameter()
-        gradient = parameter.grad if parameter is not None else None
-        if gradient is None or self._sealed is None:
+        whole = parameter.grad if parameter is not None else None
+        if whole is None or self._sealed is None:
             return False
+        gradient = self._here(whole)
         sealed, version = self._sealed
         return sealed() is gradient and gradient._version == version
 
@@ -111,18 +121,28 @@ class ResidentTarget(UpdatedTarget):
         """Each rank has a gradient of its own."""
         self.multiply_gradient(factor)
 
-    def gradient_for_reading(self) -> torch.Tensor:
+    def whole_gradient(self) -> torch.Tensor:
+        """`p.grad`."""
         gradient = self._alive().grad
         if gradient is None:
             raise InvalidArgument(f"parameter {self._shard.name!r} has no gradient")
         return gradient
 
+    def gradient_for_reading(self) -> torch.Tensor:
+        """The part of it that lies in this process."""
+        return self._here(self.whole_gradient())
+
     def check_gradient(self) -> None:
         """See `GradientSlot.check`."""
-        self._gradient.check(self.gradient_for_reading())
+        self._gradient.check(self.whole_gradient())
 
-    def value_for_reading(self) -> torch.Tensor:
-        return self._alive().detach()
+    def compared(self) -> tuple[str, int, int]:
+        """Its label, and what ranks compare before a step: checksums of gradient and value."""
+        return (
+            self._shard.label,
+            checksum_of(self.gradient_for_reading()),
+            checksum_of(self._alive()),
+        )
 
     def unscale(self, scale: torch.Tensor) -> None:
         """Divides the gradient by `scale`; once, if the step is not made and asked for again."""
@@ -164,7 +184,8 @@ class ResidentTarget(UpdatedTarget):
         if parameter is None:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            is_written = _restore(parameter, self._job.leases.value(self._shard))
+            value = self._part_of(self._job.leases.value(self._shard))
+            is_written = _restore(self._here(parameter), value)
         if is_written:
             raise MemdError(
                 f"job {self._job.name!r}: parameter {self._shard.name!r} was written through a "
@@ -197,6 +218,10 @@ class ResidentTarget(UpdatedTarget):
             self._gradient.replace(gradient.detach(), leases)
         elif self._shard.shard_id % ranks.world_size == ranks.rank:
             self._give(gradient.detach())
+        self._note_sealed()
+
+    def _note_sealed(self) -> None:
+        gradient = self.gradient_for_reading()
         self._sealed = weakref.ref(gradient), gradient._version
 
     def _give(self, gradient: torch.Tensor) -> None:
@@ -235,7 +260,8 @@ class ResidentTarget(UpdatedTarget):
 
     def _take_value(self, parameter: torch.Tensor) -> None:
         with torch.no_grad():
-            parameter.copy_(self._job.leases.value(self._shard))
+            value = self._part_of(self._job.leases.value(self._shard))
+            self._here(parameter).copy_(value)
 
     def _alive(self) -> torch.Tensor:
         parameter = self._parameter()

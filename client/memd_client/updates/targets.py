@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,11 +19,12 @@ from memd_client.parameters.tiles import entries_of, is_in_memd, tiling_of
 from memd_client.parameters.unnamed import unnamed
 from memd_client.updates.empty_target import EmptyTarget
 from memd_client.updates.resident_target import ResidentTarget, refuse_uneven_strides
+from memd_client.updates.sharded_target import Range, ShardedTarget, local_of, write_whole
 from memd_client.updates.streamed_target import StreamedTarget, TiledTarget
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from memd_client.core.job import Job
     from memd_client.transaction.transaction import Transaction
@@ -70,6 +72,7 @@ def own(
     made: dict[int, ResidentTarget | EmptyTarget] = {}
     empties: list[EmptyTarget] = []
     resident: list[tuple[torch.Tensor, types_pb2.ShardSpec]] = []
+    parts: dict[int, Range] = {}  # of those that `fully_shard` has cut
     taken = job.shards.parameter_names
     for parameter, name in zip(parameters, names, strict=True):
         _refuse_owned(parameter, name, optimizer)
@@ -79,6 +82,8 @@ def own(
             empties.append(EmptyTarget(parameter, name=name, keeps_maximum=amsgrad))
             made[id(parameter)] = empties[-1]
         elif not entries:
+            if _is_made_of_others(parameter):
+                parts[id(parameter)] = _range_of(parameter, name, job)
             spec = _resident_spec(parameter, name, tier, taken, job)
             spec.keeps_maximum = amsgrad
             resident.append((parameter, spec))
@@ -87,7 +92,10 @@ def own(
                 f"parameter {entries[0].shard.label!r} belongs to job {entries[0].job.name!r}; an "
                 f"optimizer updates parameters of one job, here {job.name!r}"
             )
-    refuse_overlaps((spec.name, parameter) for parameter, spec in resident)
+    refuse_overlaps(
+        (spec.name, local_of(parameter) if id(parameter) in parts else parameter)
+        for parameter, spec in resident
+    )
     job.held_names.refuse_unknown([spec.name for _, spec in resident])
     moved = [
         entry.shard
@@ -100,10 +108,19 @@ def own(
     keeps_maximum = {shard.shard_id: shard.spec.keeps_maximum for shard in updated}
     if resident:
         job.ranks.refuse_different(
-            {spec.name: f"{list(spec.shape)} {parameter.dtype}" for parameter, spec in resident},
+            {
+                spec.name: f"{list(spec.shape)} {parameter.dtype}"
+                + (" in shards" if id(parameter) in parts else "")
+                for parameter, spec in resident
+            },
             _MAKING,
         )
-        made.update(job.ranks.in_order(lambda: _resident(resident, job), _MAKING))
+        plain = [each for each in resident if id(each[0]) not in parts]
+        if plain:
+            made.update(job.ranks.in_order(lambda: _resident(plain, job), _MAKING))
+        if parts:
+            sharded = [each for each in resident if id(each[0]) in parts]
+            made.update(_sharded(sharded, parts, job))
     job.held_names.claim([spec.name for _, spec in resident])
     targets: list[Target] = []
     for parameter in parameters:
@@ -158,6 +175,66 @@ def _resident(
             )
         job.sync_if_needed()
     return made
+
+
+def _range_of(parameter: torch.Tensor, name: str, job: Job) -> Range:
+    from memd_client.updates.fully_sharded import range_of  # which imports much of torch
+
+    return range_of(parameter, name, job)
+
+
+def _sharded(
+    parameters: Sequence[tuple[torch.Tensor, types_pb2.ShardSpec]],
+    parts: Mapping[int, Range],
+    job: Job,
+) -> dict[int, ResidentTarget]:
+    """As `_resident`, of parameters of which each rank has a part. All ranks call it."""
+    first, ranks = job.held_names.first_values, job.ranks
+
+    def declare() -> list[types_pb2.Shard]:
+        declared = job.declare([spec for _, spec in parameters])
+        _ = job.leases  # needs shared memory
+        if ranks.is_first:
+            first.learn_again()
+        else:
+            first.leave_to_first_rank()
+        return declared
+
+    declared = ranks.in_order(declare, _MAKING)
+    new_names: set[str] = ranks.exchange(
+        {
+            shard.spec.name
+            for shard in declared
+            if not shard.written or first.is_unfinished(shard.spec.name)
+        },
+        _MAKING,
+    )[0]
+    shards = [
+        (parameter, Shard.of(each))
+        for (parameter, _), each in zip(parameters, declared, strict=True)
+    ]
+    with ExitStack() as stored:
+
+        def finish() -> None:
+            job.sync_if_needed()
+            stored.close()
+
+        ranks.by_one(0, lambda: stored.enter_context(first.storing(new_names)), _MAKING)
+        for parameter, shard in shards:
+            if shard.name in new_names:
+                write_whole(parameter, shard, job)
+        ranks.by_one(0, finish, _MAKING)
+    return {
+        id(parameter): ShardedTarget(
+            parameter,
+            part=parts[id(parameter)],
+            shard=shard,
+            update_count=each.generation,
+            keeps_maximum=each.spec.keeps_maximum,
+            job=job,
+        )
+        for (parameter, shard), each in zip(shards, declared, strict=True)
+    }
 
 
 def decide_maximum(targets: Sequence[Part], *, amsgrad: bool, job: Job) -> None:
@@ -220,12 +297,6 @@ def _refuse_twice(parameters: list[torch.Tensor], names: list[str]) -> None:
 def _resident_spec(
     parameter: torch.Tensor, name: str, tier: types_pb2.Tier, taken: set[str], job: Job
 ) -> types_pb2.ShardSpec:
-    if _is_made_of_others(parameter):
-        raise NotYet(
-            f"memd updates plain tensors in this version: parameter {name!r} is a "
-            f"{type(parameter.data).__name__}, which is made of others; give it to an optimizer of "
-            "torch"
-        )
     if parameter.device.type != "cpu":
         raise NotYet(
             f"devices other than the CPU come in a later version: parameter {name!r} is on "

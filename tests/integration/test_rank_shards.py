@@ -1,0 +1,89 @@
+"""Ranks whose model `fully_shard` has cut: one state in memd, under full names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.daemons import running_daemon
+from tests.integration.rank_fsdp import CELLS, cells
+from tests.integration.rank_programs import STEPS
+from tests.integration.rank_runs import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Found = Callable[[str], list[dict[str, Any]]]
+
+MODULE = "tests.integration.rank_fsdp"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each of two ranks has found in a program, and one that goes on with their job. All run
+    in one start."""
+    folder = tmp_path_factory.mktemp("shards")
+    environ: dict[str, Any] = {"MEMD_FOLDER": str(folder)}
+    with running_daemon(host="384MiB", nvme="768MiB") as daemon:
+        of_ranks = run(daemon, folder, "all", world_size=2, programs=MODULE, **environ)
+        (alone,) = run(daemon, folder, "elastic", world_size=1, programs=MODULE, **environ)
+    return lambda name: [alone] if name == "elastic" else [each[name] for each in of_ranks]
+
+
+def test_losses_norms_and_values_have_the_bits_of_torch(found: Found) -> None:
+    for each in found("bits"):
+        assert each == {name: [] for name in CELLS}
+
+
+@pytest.mark.more
+def test_four_ranks_have_the_bits_of_torch_too(tmp_path: Path) -> None:
+    with running_daemon(host="384MiB", nvme="768MiB") as daemon:
+        for each in run(daemon, tmp_path, "bits", world_size=4, programs=MODULE):
+            del each["rank"]
+            assert each == {name: [] for name in cells(4)}
+
+
+def test_files_and_states_have_whole_parameters_and_any_number_of_ranks_goes_on(
+    found: Found,
+) -> None:
+    (alone,) = found("elastic")
+    for each in found("saved"):
+        assert (each["file"], each["state"], each["first"], each["last"]) == ([], [], [], [])
+        assert alone["sum"] == each["sum"]
+    assert (alone["step"], alone["counts"], alone["after"]) == (STEPS, [STEPS], STEPS + 1)
+
+
+def test_between_a_step_and_its_commit_no_module_gathers_old_values(found: Found) -> None:
+    for each in found("committed"):
+        assert "its use has to wait for its update: call session.commit()" in each["forward"]
+        assert "its use has to wait for its update: call session.commit()" in each["read"]
+        assert [each[f"step {step}"] for step in range(3)] == [True] * 3
+        assert (each["values"], each["step"]) == ([], 3)
+
+
+def test_ignored_parameters_are_right_if_the_program_averages_them(found: Found) -> None:
+    for each in found("ignored"):
+        assert each["values"] == []
+        assert "torch has no norm of gradients of which some are shards" in each["clip"]
+        assert "is another one on rank" in each["apart"]
+        assert each["step"] == STEPS
+
+
+def test_what_memd_does_not_take_is_one_sentence_on_each_rank(found: Found) -> None:
+    words = {
+        "offloaded": "NotYet: memd updates plain tensors and the shards of fully_shard() in this",
+        "uneven": "InvalidArgument: fully_shard() cuts parameter 'bias' of shape [10] after 5",
+        "columns": "its shards are no ranges of it",
+        "replicated": "is sharded over a mesh of ranks [[0, 1]]",
+        "by hand": "a DTensor that fully_shard() has not made",
+        "whole": "a DTensor that fully_shard() has not made",
+        "unknown": "no optimizer of memd has it whole",
+        "moments": "is a DTensor, of which this process may have a part",
+        "checkpoint": "has a shard of 'first.weight', and a checkpoint of one process would have",
+        "load": "is in shards of fully_shard(), which a load does not reach in this version",
+    }
+    for each in found("refused"):
+        assert {name: each[name] for name in words if words[name] not in each[name]} == {}
+        assert each["step"] == 1
