@@ -68,7 +68,8 @@ def save_safetensors(
     Raises:
         InvalidArgument: the state has something that is no dense tensor, or of a dtype or name that
             such files do not have; metadata that is no strings; the path cannot be written; a call
-            between `step()` and `commit()`.
+            between `step()` and `commit()`; a shard of `fully_shard()` that the program has changed
+            since the last step.
         CapacityError: the disk is full; the message has the bytes needed.
         DeviceError: a write failed. After any error what was there before is as it was; but if
             shards of the same names are replaced and it comes once their index is gone, there is no
@@ -79,6 +80,9 @@ def save_safetensors(
     jobs = {entry.job for tensor in tensors for entry in tensor.entries}
     for job in jobs | {tensor.whole.job for tensor in tensors if tensor.whole is not None}:
         job.settle_for("save_safetensors()")
+    for tensor in tensors:
+        if tensor.whole is not None:
+            tensor.whole.check()
     given = Path(path)
     place = Path(os.path.realpath(given))  # as open() would, through a link
     metadata = _METADATA if metadata is None else metadata

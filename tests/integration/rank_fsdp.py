@@ -392,6 +392,7 @@ def refused(address: str) -> dict[str, Any]:
         plain = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
         model(*batches(0, 1)).backward()
         plain.step()
+        found["changed"] = error_of(partial(memd_client.save_safetensors, model, file))
         state = plain.state_dict()
         found["moments"] = error_of(partial(optimizer.load_state_dict, state))
         plain_model = Small()

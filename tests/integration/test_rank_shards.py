@@ -80,6 +80,7 @@ def test_what_memd_does_not_take_is_one_sentence_on_each_rank(found: Found) -> N
         "by hand": "a DTensor that fully_shard() has not made",
         "whole": "a DTensor that fully_shard() has not made",
         "unknown": "no optimizer of memd has it whole",
+        "changed": "'first.weight' was changed after the last step, and memd has the value that",
         "moments": "is a DTensor, of which this process may have a part",
         "checkpoint": "has a shard of 'first.weight', and a checkpoint of one process would have",
         "load": "is in shards of fully_shard(), which a load does not reach in this version",

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memd_client.base.identity import ByIdentity
+from memd_client.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from memd_client.connection.shard import Shard
@@ -20,6 +23,19 @@ class WholeValue:
 
     shard: Shard
     job: Job
+    # The program has changed this process's part since then.
+    is_changed: Callable[[], bool]
+
+    def check(self) -> None:
+        """
+        Raises:
+            InvalidArgument: the parameter has another value here by now.
+        """
+        if self.is_changed():
+            raise InvalidArgument(
+                f"{self.shard.label!r} was changed after the last step, and memd has the value "
+                "that the step left; save before the change, or after the next step, which takes it"
+            )
 
     def read(self) -> torch.Tensor:
         """A lease."""

@@ -61,7 +61,10 @@ class ShardedTarget(ResidentTarget):
             keeps_maximum=keeps_maximum,
             job=job,
         )
-        note_whole(parameter, WholeValue(shard=shard, job=job))
+        note_whole(
+            parameter,
+            WholeValue(shard=shard, job=job, is_changed=lambda: self.has_written),
+        )
 
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
         return local_of(tensor)
