@@ -467,6 +467,19 @@ TEST_F(HostTier, other_shards_that_fill_the_arena_leave_it_no_memory) {
   EXPECT_EQ(heart.job(session).memory()->host_side().capacity_bytes(), 0U);
 }
 
+// Its tiles take nothing of the private side, so that values need not make room for them.
+TEST_F(HostTier, the_arena_has_room_for_all_values) {
+  constexpr uint64_t kArenaSegments = 56;
+  Heart heart(disk_, kFloorSegments + kArenaSegments);
+  const uint64_t session = heart.attach(heart.open("job", kArenaSegments));
+  std::vector<ShardSpec> specs;
+  for (int i = 0; i < 16; ++i)
+    specs.push_back(in_host(parameter("w" + std::to_string(i), kTileElements)));
+  heart.declare(session, specs);
+  const JobMemory& memory = *heart.job(session).memory();
+  EXPECT_EQ(memory.private_bytes_max(), memory.shared_bytes() - 2 * 16 * 1_MiB);
+}
+
 TEST_F(HostTier, a_shard_stays_in_its_tier) {
   Heart heart(disk_, kSegments);
   const uint64_t session = heart.attach(heart.open("job", kJobSegments));

@@ -39,11 +39,12 @@ struct Settings {
   } pace;
   // Where commits are in memory the fewest bytes would move if updated parameters were dirty in the
   // arena. A trainer can write there: what is nowhere else does not stay there, and the private
-  // side gets only what parameters and gradients leave.
+  // side gets only what gradients and a few values leave.
   double moved_to_necessary_max = 1.05;
   bool in_backward = false;  // a parameter is updated as soon as its gradient is final
   uint64_t quota_bytes = 480_MiB;
   uint32_t micro_batches = 1;
+  bool is_tied = false;  // the first parameter's value is used after its gradient
 };
 
 uint64_t sum(const std::vector<uint64_t>& sizes) {
@@ -76,8 +77,9 @@ class Training {
     }
   }
 
-  void step() {
-    for (uint32_t i = 0; i < settings_.micro_batches; ++i)
+  void step() { step(settings_.micro_batches); }
+  void step(uint32_t micro_batches) {
+    for (uint32_t i = 0; i < micro_batches; ++i)
       pass(i == 0 ? LeaseMode::overwrite : LeaseMode::write);
     const StepRequest request{.session_id = session_id_,
                               .groups = {{.settings = {}, .shard_ids = ids_}},
@@ -123,6 +125,8 @@ class Training {
     for (size_t i = ids_.size(); i-- > 0;) {
       use(ids_[i]);
       use(ids_[i], of_gradients, Part::gradient);
+      // As the embedding of a model that uses it once more for its output.
+      if (settings_.is_tied && i == 0) use(ids_[i]);
       if (settings_.in_backward) make_early(ids_[i]);
     }
   }
@@ -224,12 +228,41 @@ INSTANTIATE_TEST_SUITE_P(
                       Settings{"eighth_slow", 8, kStep, 1, Settings::Pace::slow},
                       Settings{"eighth_hasty", 8, kStep, 1, Settings::Pace::hasty},
                       Settings{"eighth_overlapped", 8, kStep, 1, Settings::Pace::overlapped},
-                      Settings{"half_every_10", 2, kEvery10, 10, Settings::Pace::slow, 1.45},
-                      Settings{"quarter_every_10", 4, kEvery10, 10, Settings::Pace::slow, 1.2},
+                      Settings{"half_every_10", 2, kEvery10, 10, Settings::Pace::slow, 1.25},
+                      Settings{"quarter_every_10", 4, kEvery10, 10, Settings::Pace::slow, 1.15},
                       Settings{"eighth_every_10", 8, kEvery10, 10, Settings::Pace::slow, 1.1},
                       twice("half_twice", 2, 1.45),
                       twice("quarter_twice", 4, 1.2)),
     [](const auto& param) { return param.param.name; });
+
+Settings one_pass() {
+  Settings settings = twice("", 2, 0);
+  settings.micro_batches = 1;
+  return settings;
+}
+
+uint64_t private_bytes_after(const std::vector<uint32_t>& micro_batches, const Settings& settings) {
+  Training training(settings);
+  for (const uint32_t count : micro_batches) training.step(count);
+  training.finish_step();
+  return training.job().memory()->private_bytes_max();
+}
+
+TEST(PrivateSide, has_less_where_another_pass_uses_values_after_their_gradients) {
+  const uint64_t one_bytes = private_bytes_after({1, 1, 1, 1}, one_pass());
+  const uint64_t two_bytes = private_bytes_after({2, 2, 2, 2}, one_pass());
+  EXPECT_GE(one_bytes, two_bytes + 16_MiB);
+  EXPECT_EQ(private_bytes_after({1, 1, 1, 1, 2, 2, 2}, one_pass()), two_bytes);
+  // What the arena has taken it keeps.
+  EXPECT_LT(private_bytes_after({1, 1, 2, 2, 2, 1, 1, 1}, one_pass()), one_bytes);
+}
+
+TEST(PrivateSide, is_not_narrowed_by_one_parameter_that_is_used_again) {
+  Settings tied = one_pass();
+  tied.is_tied = true;
+  EXPECT_GE(private_bytes_after({1, 1, 1, 1}, tied),
+            private_bytes_after({2, 2, 2, 2}, one_pass()) + 16_MiB);
+}
 
 /// Read and written a step, once there is a plan.
 struct Moved {
@@ -281,8 +314,9 @@ TEST_P(BackwardBytes, are_about_those_of_the_ordinary_step) {
   RecordProperty("written_in_backward_mib", std::to_string(in_backward.written_mib));
   EXPECT_EQ(ordinary.adopted_count, 0u);
   EXPECT_GT(in_backward.adopted_count, 0u);
-  // Where the disk has no time some of what was made early goes before it is used.
-  const double limit = settings.pace == Settings::Pace::slow ? 1.0 : 1.1;
+  // Where the disk has no time some of what was made early goes before it is used. Which clean tile
+  // goes for a third one in work depends on who is first: a MiB of 131 either way.
+  const double limit = settings.pace == Settings::Pace::slow ? 1.01 : 1.1;
   EXPECT_LE(in_backward.read_mib, limit * ordinary.read_mib);
   EXPECT_LE(in_backward.written_mib, 1.01 * ordinary.written_mib);
 }

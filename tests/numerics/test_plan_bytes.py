@@ -382,10 +382,10 @@ def test_the_store_moves_at_most_a_twentieth_more_than_the_bound(
     assert abs(int(case["plan_necessary_bytes"]) / fewest - 1) <= 0.05
 
 
-# The arena comes first: no tile stays dirty at a quarter and an eighth, a sixth of them at a half.
-# What other sides could save is a quarter of the bytes at a half, and an eighth at a quarter.
+# The arena keeps four of the largest entries beside all gradients, so that no lease waits. The best
+# one is smaller at a half; at an eighth no tile stays dirty.
 @pytest.mark.parametrize(
-    ("cache", "most_to_best"), [("half", 1.36), ("quarter", 1.16), ("eighth", 1.1)]
+    ("cache", "most_to_best"), [("half", 1.2), ("quarter", 1.14), ("eighth", 1.1)]
 )
 def test_the_store_moves_few_bytes_with_commits_in_memory(
     counted: dict[str, dict[str, Any]], cache: str, most_to_best: float

@@ -49,10 +49,20 @@ struct Bucket {
   uint32_t rest_bytes_narrow(size_t tile) const {
     return rest_bytes_of(dtype, tile_elements(tile), false);
   }
+  /// With its value.
+  uint64_t tile_bytes(size_t tile) const { return value->replica_bytes(tile) + rest_bytes(tile); }
+  /// The sum over all tiles.
+  uint64_t state_bytes() const;
   bool may_have_rest(size_t tile, uint32_t length_bytes) const {
     return length_bytes == rest_bytes(tile) || length_bytes == rest_bytes_narrow(tile);
   }
 };
+
+inline uint64_t Bucket::state_bytes() const {
+  uint64_t bytes = 0;
+  for (size_t tile = 0; tile < tile_count(); ++tile) bytes += tile_bytes(tile);
+  return bytes;
+}
 
 /// For JobSpace, which fills and empties them.
 inline ReplicaPlace value_place(const Bucket& bucket, size_t tile) {

@@ -1,5 +1,6 @@
 #include "store/cache/fetches.h"
 
+#include <algorithm>
 #include <span>
 #include <utility>
 
@@ -14,17 +15,18 @@ void Fetches::fetch(Entry& entry, IoPriority priority, Done done) {
   parts_.activities.begin();
   parts_.residencies.begin_task(entry);
   MEMD_FAILPOINT("fetch.started");
-  parts_.counters.fetched_bytes += entry.bytes();
   auto join = Join::start([this, &entry, done = std::move(done)](const Status& status) {
     finish(entry, status, done);
   });
   std::byte* const data = parts_.memory->arena().at(entry.slot()->offset_bytes);
   for (size_t i = 0; i < entry.replicas().size(); ++i) {
     const std::span<std::byte> into(data + i * entry.stride_bytes(), entry.replica_bytes(i));
-    if (parts_.gates.is_tile_newer(entry, i)) {
+    if (parts_.gates.is_tile_in_memory(entry, i)) {
       parts_.gates.read_tile(entry, i, into.data(), join->branch());
       continue;
     }
+    parts_.counters.fetched_bytes +=
+        std::min(entry.stride_bytes(), entry.bytes() - i * entry.stride_bytes());
     parts_.extents.read(entry.replicas()[i].extent(),
                         into,
                         {.job = JobId{parts_.job_id}, .priority = priority},

@@ -78,7 +78,7 @@ void HalfWritten::mend(Entry& entry) {
   const Done mended = [this, &entry, torn, block](const Status& status) {
     status.is_ok() ? repair(entry, torn, block) : end_mend(entry, status);
   };
-  if (parts_.gates.is_tile_newer(entry, 0))
+  if (parts_.gates.is_tile_in_memory(entry, 0))
     return parts_.gates.read_tile(entry, 0, block->span().data(), mended);
   parts_.extents.read(
       entry.replicas()[0].extent(),

@@ -117,9 +117,18 @@ bool JobMemory::grow(Arena& side) {
 }
 
 bool JobMemory::grow_arena() {
+  if (leaves_room_to_tiles() && arena_->capacity_bytes() + segment_bytes_ > arena_bytes_wanted())
+    return false;
+  return grow_arena_further();
+}
+
+bool JobMemory::grow_arena_further() {
   const uint64_t held = private_->segment_count();
   const uint64_t owed = held < private_floor_segments_ ? private_floor_segments_ - held : 0;
-  if (unassigned_.size() <= owed) return false;
+  if (unassigned_.size() <= owed) {
+    const bool has_too_much = private_->capacity_bytes() > private_bytes_max();
+    if (!has_too_much || !shrink_private()) return false;
+  }
   return grow(*arena_);
 }
 
@@ -130,9 +139,16 @@ bool JobMemory::grow_private() {
   return grow(*private_);
 }
 
+uint64_t JobMemory::arena_bytes_wanted() const {
+  const uint64_t all_bytes = align_up(expected_.arena_bytes, segment_bytes_);
+  if (!leaves_room_to_tiles()) return all_bytes;
+  const uint64_t beside_bytes = align_up(expected_.tile_bytes + working_bytes(), segment_bytes_);
+  const uint64_t left_bytes = shared_bytes() - std::min(shared_bytes(), beside_bytes);
+  return std::clamp(left_bytes, align_up(expected_.arena_bytes_min, segment_bytes_), all_bytes);
+}
+
 uint64_t JobMemory::private_bytes_max() const {
-  const uint64_t arena_bytes =
-      std::max(arena_->capacity_bytes(), align_up(arena_expected_bytes_, segment_bytes_));
+  const uint64_t arena_bytes = std::max(arena_->capacity_bytes(), arena_bytes_wanted());
   const uint64_t left = shared_bytes() > arena_bytes ? shared_bytes() - arena_bytes : 0;
   return std::max(left, private_floor_bytes());
 }

@@ -69,17 +69,27 @@ class JobMemory {
   /// As much as it could have now.
   uint64_t host_bytes_max() const;
 
-  /// Gives the arena one more segment if one is to spare.
+  /// Gives the arena one more segment, if one is to spare and tiles do not need it more.
   bool grow_arena();
+  /// The same whatever tiles need: nothing can be evicted.
+  bool grow_arena_further();
   bool grow_private();
   /// Frees the private side's last segment for the arena, if no slot lies in it.
   bool shrink_private();
   /// Whether it has more than its floor.
   bool can_shrink_private() const { return private_->segment_count() > private_floor_segments_; }
 
-  /// Bytes of parameters, gradients and blobs if all were resident; the private side leaves that
-  /// much to the arena.
-  void expect_arena_bytes(uint64_t bytes) { arena_expected_bytes_ = bytes; }
+  /// Bytes that each side would hold if all of it were in memory.
+  struct Expected {
+    uint64_t arena_bytes = 0;  // parameters, gradients and blobs
+    /// The arena makes do with so much where tiles that stay save more bytes than values that do;
+    /// `arena_bytes` where they never do.
+    uint64_t arena_bytes_min = 0;
+    uint64_t tile_bytes = 0;
+  };
+  void expect(const Expected& expected) { expected_ = expected; }
+  /// The arena gets room for all values, or leaves tiles what `arena_bytes_min` does not need.
+  void keep_values(bool keeps) { keeps_values_ = keeps; }
   /// How much the private side may hold in all before it takes what the arena needs.
   uint64_t private_bytes_max() const;
   uint64_t private_floor_bytes() const { return private_floor_segments_ * segment_bytes_; }
@@ -113,6 +123,11 @@ class JobMemory {
   JobMemory(std::vector<Segment> segments, uint64_t segment_bytes, IoQueue& io, JobLedger* ledger);
   Status reserve();
   bool grow(Arena& side);
+  bool leaves_room_to_tiles() const {
+    return !keeps_values_ && expected_.arena_bytes_min < expected_.arena_bytes;
+  }
+  /// How far the arena grows before something is evicted from it.
+  uint64_t arena_bytes_wanted() const;
   Side side_of(const Arena& side) const;
   /// False where something lies in it.
   bool take_last(Arena& side);
@@ -123,7 +138,8 @@ class JobMemory {
   uint64_t segment_bytes_;
   uint64_t segment_count_;
   uint64_t private_floor_segments_;
-  uint64_t arena_expected_bytes_ = 0;
+  Expected expected_;
+  bool keeps_values_ = false;
   std::vector<Segment> unassigned_;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Arena> private_;

@@ -38,9 +38,9 @@ class LeaseGates {
   virtual void free_early_slot(const Entry& value) = 0;
 
   // Tiles in private memory.
-  /// Whether the newest bytes of the entry's replica `index` are in private memory, or move there
-  /// with their next use: the disk has none, or older ones.
-  virtual bool is_tile_newer(const Entry& entry, size_t index) const = 0;
+  /// Whether the bytes of the entry's replica `index` are in private memory, or move there with
+  /// their next use: the disk may have none, or older ones.
+  virtual bool is_tile_in_memory(const Entry& entry, size_t index) const = 0;
   /// Copies them to `into`.
   virtual void read_tile(Entry& entry, size_t index, std::byte* into, Done done) = 0;
   /// False where no tile of the bucket, or of all, is dirty; else they are being written, and

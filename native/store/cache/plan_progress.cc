@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "plan/simulation.h"
 
@@ -173,6 +174,7 @@ void PlanProgress::end_period(SessionPlan& session_plan) {
   // For a plan that was there before: a first period moves more.
   const auto ended = session_plan.cursor().last_period();
   const auto plan = ended ? plans_->find(*ended) : nullptr;
+  share_memory(ended, plan.get());
   if (plan == nullptr || plan->size() > kSimulatedUsesMax || !plans_->is_repeated(*ended)) {
     necessary_bytes_ = 0;
     necessary_of_.reset();
@@ -183,6 +185,41 @@ void PlanProgress::end_period(SessionPlan& session_plan) {
     necessary_of_bytes_ = necessary_bytes(*plan);
   }
   necessary_bytes_ = necessary_of_bytes_;
+}
+
+// With several sessions nobody knows how often a value is used.
+void PlanProgress::share_memory(std::optional<PlanBook::PlanId> ended, const Plan* plan) {
+  if (parts_.memory == nullptr) return;
+  if (plan == nullptr || plan->size() > kSimulatedUsesMax) {
+    one_pass_of_.reset();
+    is_one_pass_ = false;
+  } else if (one_pass_of_ != ended) {
+    one_pass_of_ = ended;
+    is_one_pass_ = !uses_values_again(*plan);
+  }
+  parts_.memory->keep_values(!is_one_pass_ || parts_.sessions.size() > 1);
+}
+
+// A value that goes while gradients come is read once more, by its update, and twice more where
+// another micro-batch follows. A tied parameter alone does not decide for all.
+bool PlanProgress::uses_values_again(const Plan& plan) const {
+  std::unordered_set<uint32_t> with_gradient;  // buckets
+  std::unordered_set<uint32_t> again;
+  uint64_t with_gradient_bytes = 0;
+  uint64_t again_bytes = 0;
+  for (const PlanUse& use : plan.uses()) {
+    const Entry* const entry = parts_.shards.entry(use.item);
+    if (use.by_daemon || entry == nullptr || entry->kind() == EntryKind::bytes) continue;
+    // Others of its bucket have other gradients.
+    if (parts_.shards.shard_count(*entry) != 1) continue;
+    const uint32_t bucket = entry->owner();
+    if (entry->kind() == EntryKind::gradient) {
+      if (with_gradient.insert(bucket).second) with_gradient_bytes += entry->bytes();
+    } else if (with_gradient.contains(bucket) && again.insert(bucket).second) {
+      again_bytes += entry->bytes();
+    }
+  }
+  return 2 * again_bytes > with_gradient_bytes;
 }
 
 uint64_t PlanProgress::necessary_bytes(const Plan& plan) const {

@@ -81,6 +81,10 @@ class PlanProgress {
   void end_period(SessionPlan& plan);
   void note_followed(SessionPlan& plan, std::span<const uint32_t> used_ids);
   uint64_t necessary_bytes(const Plan& plan) const;
+  /// The arena and the private side share memory as the period that ended would have it.
+  void share_memory(std::optional<PlanBook::PlanId> ended, const Plan* plan);
+  /// Whether most bytes of values are used after their gradient came.
+  bool uses_values_again(const Plan& plan) const;
   std::optional<UseKind> kind_of(const Entry& entry, LeaseMode mode) const;
 
   const Parts parts_;
@@ -93,6 +97,9 @@ class PlanProgress {
   /// The plan for which that was computed last, and what it was.
   std::optional<PlanBook::PlanId> necessary_of_;
   uint64_t necessary_of_bytes_ = 0;
+  /// The plan that was looked at last for whether it uses values again.
+  std::optional<PlanBook::PlanId> one_pass_of_;
+  bool is_one_pass_ = false;
   /// Fetched and spilled, as of the last step.
   uint64_t counted_moved_bytes_ = 0;
   std::vector<Use> uses_;  // of one call

@@ -23,6 +23,7 @@ std::unique_ptr<Slot> Room::make(Asker asker, uint64_t bytes, uint32_t pin_count
     }
     // Clean entries go before those that have to be written.
     if (evicted == Eviction::unfinished) return nullptr;
+    if (parts_.memory->grow_arena_further()) continue;
     if (!parts_.activities.any() && shrink_private(may_spill)) continue;
     if (may_spill) spill(bytes);
     return nullptr;

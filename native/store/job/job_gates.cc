@@ -9,10 +9,13 @@ void JobGates::discard_early(const Entry& entry, uint32_t shard_id) {
   if (entry.kind() == EntryKind::parameter) early().discard(entry.owner(), EarlyDiscard::state);
 }
 
-bool JobGates::is_tile_newer(const Entry& entry, size_t index) const {
+bool JobGates::is_tile_in_memory(const Entry& entry, size_t index) const {
   if (entry.kind() != EntryKind::parameter) return false;
-  return job_.shards().bucket(entry.owner()).is_host() ||
-         job_.tiles().is_dirty(tile_key(entry.owner(), index));
+  if (job_.shards().bucket(entry.owner()).is_host()) return true;
+  const uint64_t key = tile_key(entry.owner(), index);
+  if (job_.tiles().is_dirty(key)) return true;
+  // A commit on disk leaves tiles there that were dirty.
+  return job_.admission().durability().is_in_memory() && job_.tiles().contains(key);
 }
 
 void JobGates::read_tile(Entry& entry, size_t index, std::byte* into, Done done) {
@@ -25,8 +28,10 @@ void JobGates::read_tile(Entry& entry, size_t index, std::byte* into, Done done)
   task.work = [into](const TileBytes& bytes) { copy_bytes(into, bytes.value, bytes.value_bytes); };
   task.done = std::move(done);
   TileTasks& tasks = job_.state().tasks();
-  // In tier host it is a copy for somebody who waits, and needs no tile that is to be updated.
-  task.bucket->is_host() ? tasks.submit_first(std::move(task)) : tasks.submit(std::move(task));
+  // A copy for somebody who waits needs no room, and no tile that is to be updated.
+  const bool is_there =
+      task.bucket->is_host() || job_.tiles().contains(tile_key(entry.owner(), index));
+  is_there ? tasks.submit_first(std::move(task)) : tasks.submit(std::move(task));
 }
 
 bool JobGates::flush_tiles(std::optional<uint32_t> bucket) {

@@ -34,7 +34,7 @@ class JobGates final : public LeaseGates {
   }
   void free_early_slot(const Entry& value) override { early().free_slot(value); }
 
-  bool is_tile_newer(const Entry& entry, size_t index) const override;
+  bool is_tile_in_memory(const Entry& entry, size_t index) const override;
   void read_tile(Entry& entry, size_t index, std::byte* into, Done done) override;
   bool flush_tiles(std::optional<uint32_t> bucket) override;
   void drop_clean_tiles() override { job_.state().drop_clean_tiles(); }

@@ -1,14 +1,35 @@
 #include "store/state/kept_memory.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/failpoint.h"
 #include "store/state/tile_words.h"
 
 namespace memd {
+namespace {
+
+// One is leased, one is brought up, and as much again since free memory lies in pieces: with three
+// and a half, six leases of ten steps wait (step_bytes_test, cache 1/2).
+constexpr uint64_t kLargestEntriesInUse = 4;
+
+}  // namespace
 
 void KeptMemory::expect_shards() {
-  if (memory_ != nullptr) memory_->expect_arena_bytes(parts_.shards.sums().entry_bytes());
+  if (memory_ == nullptr) return;
+  const ShardSums& sums = parts_.shards.sums();
+  JobMemory::Expected expected{.arena_bytes = sums.entry_bytes(),
+                               .arena_bytes_min = sums.entry_bytes(),
+                               .tile_bytes = divide_up(sums.element_count(), kTileElements) *
+                                             parts_.shards.declared().tile_bytes_max()};
+  if (parts_.durability.is_in_memory() && !parts_.shards.declared().has_host_tier()) {
+    // A value is fetched from its tile where that stays. A gradient would have to be spilled.
+    const uint64_t without_values_bytes = sums.entry_bytes() - sums.gradient_bytes();
+    expected.arena_bytes_min =
+        std::min(sums.entry_bytes(),
+                 without_values_bytes + kLargestEntriesInUse * sums.largest_entry_bytes());
+  }
+  memory_->expect(expected);
 }
 
 Status KeptMemory::open_ledger(const Keepsakes& keepsakes, uint64_t segment_bytes, uint64_t tag) {
@@ -41,6 +62,7 @@ void KeptMemory::keep(Keepsakes& keepsakes) {
 }
 
 Status KeptMemory::open_tile_words() {
+  expect_shards();
   return parts_.durability.is_in_memory() ? open_host_words() : Status::ok();
 }
 

@@ -48,6 +48,8 @@ struct TileTask {
   bool writes_rest = false;
   /// If there is room, the tile stays in memory, dirty, and is not written.
   bool may_stay = false;
+  /// Bytes of the tiles that its step updates after it, which stay rather than it does.
+  uint64_t later_bytes = 0;
   /// In tier host everything else stays in memory: with this, new extents have the tile as well.
   bool copies_to_disk = false;
   const Entry* gradient = nullptr;

@@ -187,7 +187,9 @@ uint64_t TileTasks::kept_bytes() const {
 bool TileTasks::has_room_to_stay(const Running& running) const {
   const JobMemory& memory = *parts_.memory;
   const uint64_t with_it_bytes = kept_bytes() + (running.stays ? 0 : running.held_bytes());
-  return running.is_whole() && with_it_bytes + memory.working_bytes() <= memory.private_bytes_max();
+  const uint64_t with_later_bytes = running.task.later_bytes + running.held_bytes();
+  return running.is_whole() && std::max(with_it_bytes, with_later_bytes) + memory.working_bytes() <=
+                                   memory.private_bytes_max();
 }
 
 bool TileTasks::try_start(TileTask& task) {
@@ -739,7 +741,8 @@ void TileTasks::settle_memory(const Running& running, const Status& status) {
   const bool dirty = task.bucket != nullptr && tiles.is_dirty(key);
   if (running.is_speculative()) {
     std::optional<uint64_t> stays_at;
-    if (keeps) stays_at = running.offset_bytes;
+    // With commits in memory the room is for tiles that need not be written.
+    if (keeps && !parts_.admission.durability().is_in_memory()) stays_at = running.offset_bytes;
     if (!stays_at) side.free(running.offset_bytes);
     if (!status.is_ok()) return;
     task.keep({.value = running.value_extent,

@@ -108,7 +108,9 @@ void BucketUpdate::submit(Join& updated) {
       std::find(made_early_.begin(), made_early_.end(), true) != made_early_.end();
   if (is_unpublished && is_begun) find_slot();
 
+  uint64_t later_bytes = step_.later_bytes + bucket_.state_bytes();
   for (size_t tile = 0; tile < bucket_.tile_count(); ++tile) {
+    later_bytes -= bucket_.tile_bytes(tile);
     const Made how = made(tile);
     if (how == Made::early || how == Made::by_daemon_before) {
       if (value_.slot() == nullptr || (how == Made::early && is_in_shadow_)) continue;
@@ -118,6 +120,7 @@ void BucketUpdate::submit(Join& updated) {
       continue;
     }
     TileTask task = update_task(tile);
+    task.later_bytes = later_bytes;
     if (tile == 0 && is_unpublished && !is_begun) task.starting = find_slot;
     task.done = updated.branch();
     // Making room for others would write out half of a step.

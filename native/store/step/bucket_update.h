@@ -23,6 +23,8 @@ struct BucketUpdateParts {
   std::shared_ptr<StepReport> report;
   /// The step is committed in memory: updated tiles may stay there.
   bool may_stay = false;
+  /// Bytes of the tiles of buckets that the step updates later.
+  uint64_t later_bytes = 0;
 };
 
 /// Lives while it makes the tasks; on the server thread; nothing blocks.

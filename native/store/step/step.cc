@@ -47,6 +47,9 @@ std::string way_on(const StepParts& parts) {
                 "start over with connect(fresh=True), or drop it with `memd job drop`");
 }
 
+/// The bytes of its tiles that may stay in the private side.
+uint64_t private_bytes(const Bucket& bucket) { return bucket.is_host() ? 0 : bucket.state_bytes(); }
+
 }  // namespace
 
 const char* step_state_text(StepState state) {
@@ -277,6 +280,8 @@ void Step::update_buckets() {
     if (!commit_.is_in_memory()) space_.begin_update();
     has_updated_ = true;
   }
+  for (const uint32_t index : update_order_)
+    later_bytes_ += private_bytes(parts_.job.shards.bucket(index));
   update_bucket(0, Join::start(advances()));
 }
 
@@ -284,6 +289,7 @@ void Step::update_bucket(size_t at, const std::shared_ptr<Join>& all) {
   if (at == update_order_.size()) return all->finish(Status::ok());
   const uint32_t index = update_order_[at];
   Bucket& bucket = parts_.job.shards.bucket(index);
+  later_bytes_ -= private_bytes(bucket);
   auto updated =
       Join::start([self = shared_from_this(), &bucket, done = all->branch()](const Status& status) {
         if (status.is_ok() && self->is_step_) self->end_bucket(bucket);
@@ -295,7 +301,8 @@ void Step::update_bucket(size_t at, const std::shared_ptr<Join>& all) {
         .settings_of = [this](uint32_t shard_id) { return shards_.settings_of(shard_id); },
         .make_slot = [self = shared_from_this()](Entry& value) { self->shards_.make_slot(value); },
         .report = report_,
-        .may_stay = commit_.is_in_memory()};
+        .may_stay = commit_.is_in_memory(),
+        .later_bytes = later_bytes_};
     BucketUpdate(parts_, update, bucket, space_.take(index)).submit(*updated);
   }
   updated->finish(Status::ok());

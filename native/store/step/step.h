@@ -136,6 +136,7 @@ class Step : public std::enable_shared_from_this<Step> {
   StepState state_ = StepState::queued;
   std::shared_ptr<StepReport> report_ = std::make_shared<StepReport>();
   std::vector<uint32_t> update_order_;  // of its buckets
+  uint64_t later_bytes_ = 0;            // of tiles of those whose update did not begin
   StepShards shards_;
   StepSpace space_;
   StagedBuffers staged_;
