@@ -5,30 +5,26 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import MutableSequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from memd import __version__
+from memd import __version__, status_text
 from memd.config import DEFAULT_FILE, Settings, SettingsError, load, shown
 from memd.failures import Damaged, Fatal, WrongUse, failure_of
-from memd.printing import print_json, print_table
+from memd.printing import as_dict, print_json, print_lines, print_message, print_table
 from memd.refusal import Refused, StatusCode
 from memd.sizes import format_size
-from memd.users import user_name
 
 # A command imports what it alone needs: `memd serve` stays light, `memd config` quick.
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from google.protobuf.message import Message
+    from collections.abc import Callable
 
     from memd.client import DaemonClient
     from memd.config import Configuration
-    from memd_proto.v1 import job_pb2, status_pb2, types_pb2
+    from memd_proto.v1 import job_pb2, types_pb2
 
 
 class Commands(click.Group):
@@ -214,13 +210,52 @@ def status(socket: str | None, as_json: bool, inflight: bool, probed: str | None
     with connected(socket) as daemon:
         if inflight:
             activities = daemon.in_flight()
-            print_message(activities) if as_json else print_in_flight(activities)
+            print_message(activities) if as_json else print_lines(
+                status_text.in_flight_lines(activities)
+            )
             return
         answer = daemon.status()
     if as_json:
         print_message(answer)
     else:
-        print_status(answer)
+        print_lines(status_text.daemon_lines(answer))
+
+
+@main.command()
+@click.option(
+    "--interval",
+    "interval_s",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    help="From one look to the next.",
+)
+@click.option(
+    "--count", type=click.IntRange(min=1), metavar="N", help="Ends after that many looks."
+)
+@socket_option
+@json_option
+def top(interval_s: float, count: int | None, socket: str | None, as_json: bool) -> None:
+    """The daemon live: what `memd status` shows, and what happens in a second.
+
+    On a terminal the view is drawn in place until Ctrl-C; elsewhere one block follows the other,
+    and with --json one object a line. The first look has no rates. Reads and writes are those of
+    all on a volume; a job fetches what it uses from disk and spills what makes room. Stalled is the
+    part of their time that its sessions' threads stood still, by what for.
+
+    While a daemon is away the view says so, and goes on when it is back. Exits with 4 if none
+    answers at the first look or at the last of --count.
+    """
+    from memd.top import command
+
+    command.run(
+        configuration_of(None, {"socket": socket}).settings,
+        interval_s=interval_s,
+        count=count,
+        as_json=as_json,
+        is_colored=not os.environ.get("NO_COLOR"),
+    )
 
 
 @main.group()
@@ -238,7 +273,7 @@ def list_jobs(socket: str | None, as_json: bool) -> None:
     if as_json:
         print_json([as_dict(each) for each in jobs])
     else:
-        print_jobs(jobs)
+        print_lines(status_text.job_lines(jobs))
 
 
 @job.command("show")
@@ -254,7 +289,7 @@ def show_job(name: str, socket: str | None, as_json: bool) -> None:
         return
     from memd_proto.v1 import types_pb2
 
-    print_jobs([answer.job])
+    print_lines(status_text.job_lines([answer.job]))
     rows = [
         (
             shard.spec.name,
@@ -676,155 +711,3 @@ def connected(socket: str | None) -> DaemonClient:
 
     flags = {"socket": socket}
     return DaemonClient(configuration_of(None, flags).settings.attach_socket)
-
-
-def print_status(answer: status_pb2.GetStatusResponse) -> None:
-    pool = answer.pool
-    click.echo(
-        f"memd {answer.version}, up {answer.uptime_seconds:.0f} s, I/O by {answer.io_engine}"
-    )
-    if answer.io_engine_reason:
-        click.echo(f"io_uring is not used: {answer.io_engine_reason}")
-    locked = "locked" if pool.locked else "not locked"
-    free = f"{format_size(pool.bytes_free)} of {format_size(pool.bytes)} free"
-    click.echo(f"pool: {free}, pages of {format_size(pool.page_bytes)}, {locked}")
-    if pool.note:
-        click.echo(f"pool: {pool.note}")
-    if answer.fence_reason:
-        click.echo(f"not committing: {answer.fence_reason}")
-    print_scrub(answer.scrub)
-    rows = [
-        (
-            device.path,
-            format_size(device.bytes),
-            format_size(device.bytes_free),
-            format_size(device.read_bytes),
-            format_size(device.written_bytes),
-            str(device.error_count),
-            str(device.inflight_count)
-            + (f", {device.waiting_count} wait" if device.waiting_count else ""),
-        )
-        for device in answer.devices
-    ]
-    click.echo()
-    print_table(("volume", "size", "free", "read", "written", "errors", "in flight"), rows)
-    click.echo()
-    print_jobs(answer.jobs)
-
-
-def print_scrub(scrub: status_pb2.Scrub) -> None:
-    if not scrub.bytes_per_second:
-        click.echo("scrub: off")
-        return
-    texts = [f"at most {format_size(scrub.bytes_per_second)}/s"]
-    if scrub.in_pass:
-        done, of_all = format_size(scrub.pass_bytes), format_size(scrub.pass_bytes_all)
-        texts.append(f"{done} of {of_all} verified in this pass")
-    if scrub.pass_count:
-        texts.append(f"last full pass ended {scrub.last_pass_age_seconds:.0f} s ago")
-    else:
-        texts.append("no full pass yet")
-    texts.append(f"{scrub.error_count} errors")
-    click.echo(f"scrub: {', '.join(texts)}")
-    if scrub.last_error:
-        click.echo(f"scrub: {scrub.last_error}")
-
-
-def print_in_flight(answer: status_pb2.InFlightResponse) -> None:
-    if not answer.activities:
-        click.echo("nothing is in flight")
-        return
-    rows = [
-        (
-            each.kind,
-            each.job or "-",
-            f"{each.seconds:.1f} s",
-            each.priority or "-",
-            each.what or "-",
-            each.waits_on or "-",
-        )
-        for each in answer.activities
-    ]
-    print_table(("kind", "job", "since", "priority", "what", "waits on"), rows)
-
-
-def _host_tier_text(job: job_pb2.Job) -> str:
-    lives = f"{format_size(job.host_tier_bytes)} live in tier host"
-    if job.durable_step:
-        return f"{lives}: a power cut takes the job back to step {job.durable_step}"
-    if job.snapshot_count:
-        return (
-            f"{lives}: a power cut takes the job back to a snapshot of step 0, or loses it if none "
-            "is whole (memd snapshot list)"
-        )
-    return f"{lives}, and no snapshot has them: a power cut loses the job"
-
-
-def print_jobs(jobs: Sequence[job_pb2.Job]) -> None:
-    rows = [
-        (
-            each.name,
-            user_name(each.uid),
-            str(each.committed_step),
-            str(each.session_count),
-            f"{format_size(each.host_bytes_used)} / {format_size(each.host_bytes)}",
-            f"{format_size(each.nvme_bytes_used)} / {format_size(each.nvme_bytes)}",
-            str(each.shard_count),
-            str(each.snapshot_count),
-            f"{each.weight:g}",
-            f"{each.durability} ({each.durable_step})",
-        )
-        for each in jobs
-    ]
-    print_table(
-        (
-            "job",
-            "user",
-            "step",
-            "sessions",
-            "host",
-            "nvme",
-            "shards",
-            "snapshots",
-            "weight",
-            "durability (on disk)",
-        ),
-        rows,
-    )
-    for each in jobs:
-        if each.lost_shards:
-            more = each.lost_shard_count - len(each.lost_shards)
-            click.echo(
-                f"{each.name} stays at step {each.committed_step}: the bytes of "
-                f"{', '.join(each.lost_shards)}{f' and {more} more' if more > 0 else ''} on disk "
-                "are gone"
-            )
-        if each.host_tier_bytes:
-            click.echo(f"{each.name}: {_host_tier_text(each)}")
-        if each.unreadable_shards:
-            click.echo(
-                f"{each.name}: the device failed to read {', '.join(each.unreadable_shards)}; the "
-                "next use tries again"
-            )
-
-
-def as_dict(message: Message) -> dict[str, Any]:
-    """All fields under their names. Counts are numbers, which protobuf's own JSON has as texts."""
-
-    def plain(enum: Any, value: Any) -> Any:
-        if hasattr(value, "DESCRIPTOR"):
-            return as_dict(value)
-        return enum.values_by_number[value].name if enum else value
-
-    values: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if isinstance(value, MutableSequence):
-            values[field.name] = [plain(field.enum_type, each) for each in value]
-        else:
-            values[field.name] = plain(field.enum_type, value)
-    return values
-
-
-def print_message(message: Message) -> None:
-    print_json(as_dict(message))

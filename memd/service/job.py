@@ -48,13 +48,14 @@ class JobService:
             self._server, owner=call.peer.owner, first=request.page_first
         )
         return job_pb2.ListJobsResponse(
-            jobs=[wire.job_message(job) for job in jobs], page_next=page_next
+            jobs=wire.job_messages(jobs, self._server.statistics().jobs), page_next=page_next
         )
 
     def GetJob(self, request: job_pb2.GetJobRequest, call: Call) -> job_pb2.GetJobResponse:
         job = access.administered_job(self._server, request.name, owner=call.peer.owner)
         shards, page_next = wire.shard_page(self._server, job.job_id, first=request.page_first)
-        return job_pb2.GetJobResponse(job=wire.job_message(job), shards=shards, page_next=page_next)
+        (message,) = wire.job_messages([job], self._server.statistics().jobs)
+        return job_pb2.GetJobResponse(job=message, shards=shards, page_next=page_next)
 
     def DropJob(self, request: job_pb2.DropJobRequest, call: Call) -> job_pb2.DropJobResponse:
         job = access.administered_job(self._server, request.name, owner=call.peer.owner)

@@ -74,7 +74,7 @@ class StatusService:
                 )
                 for device in statistics.devices
             ],
-            jobs=[wire.job_message(job) for job in jobs],
+            jobs=wire.job_messages(jobs, statistics.jobs),
             jobs_page_next=jobs_page_next,
             io_engine=report.io_engine,
             io_engine_reason=report.io_engine_reason,

@@ -9,7 +9,16 @@ from memd_native import AdamSettings, ShardSpec
 from memd_proto.v1 import job_pb2, types_pb2
 
 if TYPE_CHECKING:
-    from memd_native import JobInfo, Server, ShardInfo, SnapshotInfo, SnapshotShard
+    from collections.abc import Sequence
+
+    from memd_native import (
+        JobInfo,
+        JobStatistics,
+        Server,
+        ShardInfo,
+        SnapshotInfo,
+        SnapshotShard,
+    )
     from memd_proto.v1 import session_pb2
 
 # A shard takes 1.5 KiB at most: below gRPC's 4 MiB.
@@ -85,8 +94,29 @@ def shard_page(server: Server, job_id: int, *, first: int) -> tuple[list[types_p
     return page, rest[0].shard_id if rest else 0
 
 
-def job_message(job: JobInfo) -> job_pb2.Job:
+def job_messages(jobs: Sequence[JobInfo], statistics: Sequence[JobStatistics]) -> list[job_pb2.Job]:
+    """`statistics` may be of other jobs too, or of fewer: one may have come since."""
+    counters = {each.job.job_id: _counters_message(each) for each in statistics}
+    return [_job_message(job, counters.get(job.job_id)) for job in jobs]
+
+
+def _counters_message(statistics: JobStatistics) -> job_pb2.JobCounters:
+    return job_pb2.JobCounters(
+        fetched_bytes=statistics.fetched_bytes,
+        spilled_bytes=statistics.spilled_bytes,
+        step_wall_seconds=statistics.step_wall_seconds,
+        stalls=[
+            job_pb2.Stall(phase=phase, reason=reason, seconds=seconds)
+            for phase, waits in statistics.stall_phase_seconds.items()
+            for reason, seconds in waits.items()
+            if seconds > 0
+        ],
+    )
+
+
+def _job_message(job: JobInfo, counters: job_pb2.JobCounters | None) -> job_pb2.Job:
     return job_pb2.Job(
+        counters=counters,
         job_id=job.job_id,
         name=job.name,
         uid=job.uid,

@@ -132,8 +132,9 @@ def takes_a_default(option: click.Option) -> bool:
     return not option.is_flag and not option.hidden and default not in (None, (), "")
 
 
-def test_no_daemon_exits_with_4_and_says_what_to_do(tmp_path: Path) -> None:
-    result = memd("status", "--socket", str(tmp_path / "memd.sock"))
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_no_daemon_exits_with_4_and_says_what_to_do(command: str, tmp_path: Path) -> None:
+    result = memd(command, "--socket", str(tmp_path / "memd.sock"))
     assert result.exit_code == 4
     assert f"no daemon answers at {tmp_path}/attach.sock" in result.output
     assert "start one with `memd serve`" in result.output
@@ -143,6 +144,7 @@ def test_no_daemon_exits_with_4_and_says_what_to_do(tmp_path: Path) -> None:
     ("command", "is_refused"),
     [
         (("status",), True),
+        (("top", "--count", "1"), True),
         (("job", "list"), True),
         (("job", "show", "gpt"), True),
         (("job", "weight", "gpt", "2"), True),
@@ -203,6 +205,12 @@ def test_status_for_people_and_for_programs(server: FakeServer, tmp_path: Path) 
     assert status["pool"]["bytes"] == 64 << 20
     assert status["jobs"][0]["name"] == "gpt"
     assert status["io_engine"] == "memory"
+    counters = status["jobs"][0]["counters"]
+    assert counters["step_wall_seconds"] == 2.0
+    assert {"phase": "forward", "reason": "ring", "seconds": 0.25} in counters["stalls"]
+    assert json.loads(memd("job", "list", "--json", *socket).output)[0]["counters"] == counters
+    shown = json.loads(memd("job", "show", "gpt", "--json", *socket).output)
+    assert shown["job"]["counters"] == counters
 
 
 def test_a_probe_tells_a_daemon_that_takes_work_from_one_that_lives_and_from_none(
@@ -353,4 +361,4 @@ def test_serving_imports_neither_torch_nor_what_is_for_terminals() -> None:
 
 def test_help_names_every_command() -> None:
     text = memd("--help").output
-    assert all(name in text for name in ("serve", "config", "status", "job", "demo", "version"))
+    assert all(name in text for name in ("serve", "config", "status", "top", "job", "demo"))

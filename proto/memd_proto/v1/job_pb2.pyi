@@ -24,7 +24,7 @@ SNAPSHOT_PART_MAX_EXP_AVG_SQ: SnapshotPart
 SNAPSHOT_PART_MASTER: SnapshotPart
 
 class Job(_message.Message):
-    __slots__ = ("job_id", "name", "uid", "committed_step", "session_count", "host_bytes", "host_bytes_used", "nvme_bytes", "nvme_bytes_used", "shard_count", "element_count", "lease_count", "lost_shards", "durability", "durable_step", "unreadable_shards", "lost_shard_count", "weight", "snapshot_count", "snapshot_bytes", "host_tier_bytes")
+    __slots__ = ("job_id", "name", "uid", "committed_step", "session_count", "host_bytes", "host_bytes_used", "nvme_bytes", "nvme_bytes_used", "shard_count", "element_count", "lease_count", "lost_shards", "durability", "durable_step", "unreadable_shards", "lost_shard_count", "weight", "snapshot_count", "snapshot_bytes", "host_tier_bytes", "counters")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class Job(_message.Message):
     SNAPSHOT_COUNT_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_TIER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     name: str
     uid: int
@@ -67,7 +68,30 @@ class Job(_message.Message):
     snapshot_count: int
     snapshot_bytes: int
     host_tier_bytes: int
-    def __init__(self, job_id: _Optional[int] = ..., name: _Optional[str] = ..., uid: _Optional[int] = ..., committed_step: _Optional[int] = ..., session_count: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., nvme_bytes_used: _Optional[int] = ..., shard_count: _Optional[int] = ..., element_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., lost_shards: _Optional[_Iterable[str]] = ..., durability: _Optional[str] = ..., durable_step: _Optional[int] = ..., unreadable_shards: _Optional[_Iterable[str]] = ..., lost_shard_count: _Optional[int] = ..., weight: _Optional[float] = ..., snapshot_count: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., host_tier_bytes: _Optional[int] = ...) -> None: ...
+    counters: JobCounters
+    def __init__(self, job_id: _Optional[int] = ..., name: _Optional[str] = ..., uid: _Optional[int] = ..., committed_step: _Optional[int] = ..., session_count: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., nvme_bytes_used: _Optional[int] = ..., shard_count: _Optional[int] = ..., element_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., lost_shards: _Optional[_Iterable[str]] = ..., durability: _Optional[str] = ..., durable_step: _Optional[int] = ..., unreadable_shards: _Optional[_Iterable[str]] = ..., lost_shard_count: _Optional[int] = ..., weight: _Optional[float] = ..., snapshot_count: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., host_tier_bytes: _Optional[int] = ..., counters: _Optional[_Union[JobCounters, _Mapping]] = ...) -> None: ...
+
+class JobCounters(_message.Message):
+    __slots__ = ("fetched_bytes", "spilled_bytes", "step_wall_seconds", "stalls")
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPILLED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STEP_WALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STALLS_FIELD_NUMBER: _ClassVar[int]
+    fetched_bytes: int
+    spilled_bytes: int
+    step_wall_seconds: float
+    stalls: _containers.RepeatedCompositeFieldContainer[Stall]
+    def __init__(self, fetched_bytes: _Optional[int] = ..., spilled_bytes: _Optional[int] = ..., step_wall_seconds: _Optional[float] = ..., stalls: _Optional[_Iterable[_Union[Stall, _Mapping]]] = ...) -> None: ...
+
+class Stall(_message.Message):
+    __slots__ = ("phase", "reason", "seconds")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    reason: str
+    seconds: float
+    def __init__(self, phase: _Optional[str] = ..., reason: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class ListJobsRequest(_message.Message):
     __slots__ = ("page_first",)

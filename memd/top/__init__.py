@@ -1,0 +1,1 @@
+"""`memd top`: the daemon live."""
