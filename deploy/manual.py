@@ -33,7 +33,13 @@ _ENVIRONMENT = [
     ("MEMD_NAME", "Any setting that `memd config` shows, its name in capitals: MEMD_HOST=64GiB."),
     ("MEMD_TOKEN_FILE", "The token of a service account, for a daemon with identity = token."),
 ]
-_FILES = [(str(DEFAULT_FILE), "Settings of the service. Flags and variables come first.")]
+_FILES = [
+    (str(DEFAULT_FILE), "Settings of the service. Flags and variables come first."),
+    (
+        str(DEFAULT_FILE.with_name("conf.d") / "*.toml"),
+        "Fragments of it, in the order of their names: a later one wins, and each over the file.",
+    ),
+]
 
 
 def commands() -> Iterator[tuple[click.Command, click.Context]]:

@@ -99,7 +99,8 @@ config_option = click.option(
     "--config",
     "config_file",
     type=click.Path(path_type=Path),
-    help=f"Settings in TOML.  [default: {DEFAULT_FILE}, where it exists]",
+    help="Settings in TOML; those in conf.d/*.toml beside it win.  "
+    f"[default: {DEFAULT_FILE}, where it exists]",
 )
 data_option = setting_option(
     "data", metavar="DIR", multiple=True, help="One folder a drive; repeatable."

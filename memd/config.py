@@ -1,4 +1,4 @@
-"""The daemon's settings: from flags, `MEMD_*` variables, a TOML file, defaults, in this order.
+"""The daemon's settings: from flags, `MEMD_*` variables, TOML files, defaults, in this order.
 
 `MEMD_ADDRESS` names the daemon for scripts, command line and daemon alike. It stands between the
 flag and `MEMD_SOCKET`, which scripts do not read.
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 DEFAULT_FILE = Path("/etc/memd/memd.toml")
+# Beside the file, with fragments of settings that come after it.
+_FRAGMENTS = "conf.d"
 _ADDRESS = "MEMD_ADDRESS"
 # The address; the file's place; the unit's word about systemd; the client's. No settings.
 _OTHER_VARIABLES = {
@@ -113,11 +115,13 @@ def load(
     needs_daemon: bool = True,
 ) -> Configuration:
     """`flags` holds what the command line gave; without `file`, the default one where it exists.
+    Fragments beside the file win over it, and a later one, by name, over those before.
     Without `needs_daemon` nobody will use the socket, so MEMD_ADDRESS may be of another kind.
     """
     values: dict[str, Any] = {}
     origins = dict.fromkeys(_PARSERS, "default")
-    sources = [_from_file(file, environ), _from_environment(environ)]
+    sources = [_from_file(found) for found in _files(file, environ)]
+    sources.append(_from_environment(environ))
     if needs_daemon and "socket" not in flags:
         sources.append(_from_address(environ))
     sources.append({name: (value, _flag_name(name)) for name, value in flags.items()})
@@ -172,30 +176,49 @@ def log_format_wanted(
     raw = flags.get("log_format") or environ.get("MEMD_LOG_FORMAT")
     try:
         if raw is None:
-            raw = _table(file, environ)[0].get("log_format")
+            raw = _last_said("log_format", _files(file, environ))
         return str(_PARSERS["log_format"](raw))
     except (SettingsError, ValueError):
         return Settings().log_format
 
 
-def _from_file(file: Path | None, environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    table, origin = _table(file, environ)
-    for name in table:
-        if name not in _PARSERS:
-            raise SettingsError(f"{origin}: {_unknown(name, list(_PARSERS))}")
-    return {name: (value, origin) for name, value in table.items()}
+def _last_said(name: str, files: list[Path]) -> Any:
+    return next((table[name] for file in reversed(files) if name in (table := _table(file))), None)
 
 
-def _table(file: Path | None, environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """Settings of the file, and its path."""
+def _files(file: Path | None, environ: Mapping[str, str]) -> list[Path]:
+    """The file and its fragments, in the order in which they count."""
     if file is None and "MEMD_CONFIG" in environ:
         file = Path(environ["MEMD_CONFIG"])
-    if file is None:
-        if not DEFAULT_FILE.exists():
-            return {}, ""
-        file = DEFAULT_FILE
+    if file is not None:
+        return [file, *_fragments_beside(file)]
+    first = [DEFAULT_FILE] if DEFAULT_FILE.exists() else []
+    return first + _fragments_beside(DEFAULT_FILE)
+
+
+def _fragments_beside(file: Path) -> list[Path]:
+    folder = file.with_name(_FRAGMENTS)
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8")), str(file)
+        paths = sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise SettingsError(f"{folder}: cannot be read: {error.strerror}") from error
+    # Editors keep hidden files beside those that they have open.
+    return [path for path in paths if path.suffix == ".toml" and path.name[0] != "."]
+
+
+def _from_file(file: Path) -> dict[str, tuple[Any, str]]:
+    table = _table(file)
+    for name in table:
+        if name not in _PARSERS:
+            raise SettingsError(f"{file}: {_unknown(name, list(_PARSERS))}")
+    return {name: (value, str(file)) for name, value in table.items()}
+
+
+def _table(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"{file}: cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

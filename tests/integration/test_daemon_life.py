@@ -106,16 +106,20 @@ def test_sighup_takes_over_what_can_change_and_names_the_rest(
     file = tmp_path / "memd.toml"
     file.write_text('log_level = "info"\n')
     daemon = daemons.start("--config", str(file), name="hup")
-    file.write_text('log_level = "debug"\nio_depth = 4\nmax_jobs = 3\n')
+    file.write_text('log_level = "debug"\nio_depth = 4\nmax_jobs = 2\n')
+    fragment = tmp_path / "conf.d" / "site.toml"
+    fragment.parent.mkdir()
+    fragment.write_text("max_jobs = 3\n")
     daemon.process.send_signal(signal.SIGHUP)
     wait_for(daemon, "settings reloaded")
     lines = daemon.log.read_text().splitlines()
     (told,) = [line for line in lines if "settings reloaded" in line]
     assert "changed=log_level,max_jobs" in told
     assert "after_a_restart=io_depth" in told
-    file.write_text("max_job = 5\n")
+    fragment.write_text("max_job = 5\n")
     daemon.process.send_signal(signal.SIGHUP)
     wait_for(daemon, "did you mean 'max_jobs'?")
+    assert str(fragment) in daemon.log.read_text()
     assert daemon.get("/readyz") == "ready\n"
     assert daemon.stop() == 0
 

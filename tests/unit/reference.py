@@ -79,7 +79,9 @@ def generate() -> str:
         [
             HEAD,
             "## Settings\n",
-            "Flags of `memd serve` come first, then variables, then the TOML file.\n",
+            "Flags of `memd serve` come first, then variables, then fragments "
+            "`conf.d/*.toml`\nbeside the TOML file, a later name before an earlier one, then the "
+            "file.\n",
             settings(),
             "\n## Metrics\n",
             metrics(),

@@ -66,11 +66,15 @@ def test_config_shows_each_setting_with_unit_and_origin(
 ) -> None:
     file = tmp_path / "memd.toml"
     file.write_text('nvme = "20GiB"\n')
+    fragment = tmp_path / "conf.d" / "site.toml"
+    fragment.parent.mkdir()
+    fragment.write_text("max_jobs = 7\n")
     monkeypatch.setenv("MEMD_IO_DEPTH", "8")
     given = ("config", "--config", str(file), "--host", "1536MiB", "--data", "/a", "--data", "/b")
     rows = {line.split()[0]: line.split()[1:] for line in memd(*given).output.splitlines()}
     assert rows["host"] == ["1536MiB", "--host"]
     assert rows["nvme"] == ["20GiB", str(file)]
+    assert rows["max_jobs"] == ["7", str(fragment)]
     assert rows["io_depth"] == ["8", "MEMD_IO_DEPTH"]
     assert rows["data"] == ["/a:/b", "--data"]
     assert rows["huge_pages"] == ["false", "default"]
@@ -84,6 +88,10 @@ def test_config_shows_each_setting_with_unit_and_origin(
         "origin": f"io_depth, {tmp_path / 'memd.calibration'}",
     }
     assert shown["host"] == {"value": "1536MiB", "origin": "--host"}
+    fragment.write_text('hots = "1GiB"\n')
+    wrong = memd(*given)
+    assert wrong.exit_code == 2
+    assert f"{fragment}: no setting is called 'hots'" in " ".join(wrong.output.split())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 import memd_client
 from memd import config
-from memd.config import Configuration, SettingsError, load, shown
+from memd.config import Configuration, SettingsError, load, log_format_wanted, shown
 from memd.sizes import exact_size, format_size, parse_size
 from memd_client.base.address import EmbeddedAddress, UnixAddress, parse_address
 
@@ -175,3 +175,72 @@ def test_a_configuration_file_that_is_not_there_is_named(tmp_path: Path) -> None
 def test_the_shipped_configuration_is_accepted() -> None:
     file = Path(__file__).parents[2] / "deploy" / "memd.toml"
     assert load(flags={}, environ={}, file=file).settings.host == 16 << 30
+
+
+def write_fragments(folder: Path, **texts: str) -> Path:
+    """The file of settings, with the fragments beside it."""
+    (folder / "conf.d").mkdir(exist_ok=True)
+    for name, text in texts.items():
+        (folder / "conf.d" / f"{name}.toml").write_text(text)
+    return folder / "memd.toml"
+
+
+def test_fragments_win_over_the_file_and_a_later_name_over_an_earlier_one(tmp_path: Path) -> None:
+    file = write_fragments(
+        tmp_path, b_late='host = "3GiB"\n', a_early='host = "2GiB"\nnvme = "20GiB"\n'
+    )
+    file.write_text('host = "1GiB"\nnvme = "10GiB"\nmax_jobs = 7\nio_depth = 4\n')
+    (tmp_path / "conf.d" / "z.toml.dpkg-old").write_text('host = "9GiB"\n')
+    (tmp_path / "conf.d" / ".z.toml").write_text('host = "9GiB"\n')
+    depth = {"MEMD_IO_DEPTH": "8"}
+    for found in (
+        load(flags={}, environ=depth, file=file),
+        load(flags={}, environ={**depth, "MEMD_CONFIG": str(file)}),
+    ):
+        settings = found.settings
+        assert (settings.host, settings.nvme, settings.max_jobs) == (3 << 30, 20 << 30, 7)
+        assert settings.io_depth == 8
+        assert found.origins["host"] == str(tmp_path / "conf.d" / "b_late.toml")
+        assert found.origins["nvme"] == str(tmp_path / "conf.d" / "a_early.toml")
+        assert found.origins["max_jobs"] == str(file)
+        assert found.origins["io_depth"] == "MEMD_IO_DEPTH"
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_fragments_beside_the_default_file_count_with_it_and_without(has_file: bool) -> None:
+    write_fragments(config.DEFAULT_FILE.parent, site="max_jobs = 9\n")
+    if has_file:
+        config.DEFAULT_FILE.write_text("max_jobs = 8\nio_depth = 8\n")
+    settings = load(flags={}, environ={}).settings
+    assert (settings.max_jobs, settings.io_depth) == (9, 8 if has_file else 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('hots = "1GiB"\n', r"conf\.d/a\.toml: .*'hots'; did you mean 'host'"),
+        ('host = "64"\n', r"conf\.d/a\.toml: host: '64' has no unit"),
+        ("host =\n", r"conf\.d/a\.toml: is not TOML"),
+    ],
+)
+def test_a_wrong_fragment_is_named_also_where_a_later_one_wins(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    file = write_fragments(tmp_path, a=text, b='host = "1GiB"\n')
+    file.write_text('host = "1GiB"\n')
+    with pytest.raises(SettingsError, match=message):
+        load(flags={}, environ={}, file=file)
+
+
+def test_a_folder_of_fragments_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "conf.d").write_text("")
+    with pytest.raises(SettingsError, match=r"conf\.d: cannot be read: Not a directory"):
+        from_file(tmp_path, "")
+
+
+def test_the_format_in_which_wrong_settings_are_told_may_be_a_fragment_s(tmp_path: Path) -> None:
+    file = write_fragments(tmp_path, a='log_format = "json"\nhots = "1GiB"\n')
+    file.write_text('log_format = "text"\n')
+    assert log_format_wanted(flags={}, environ={}, file=file) == "json"
+    write_fragments(tmp_path, b="host =\n")
+    assert log_format_wanted(flags={}, environ={}, file=file) == "text"
