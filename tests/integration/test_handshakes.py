@@ -126,8 +126,11 @@ def test_a_daemon_of_another_protocol_is_refused_with_both_versions_named(
 
 
 @each(is_spoken=True)
-def test_an_earlier_client_is_served(recorded: dict[str, Any], daemons: Daemons) -> None:
-    daemon = daemons.start()
+def test_an_earlier_client_is_served(
+    recorded: dict[str, Any], daemons: Daemons, request: pytest.FixtureRequest
+) -> None:
+    # Each makes the job that was made when it was recorded.
+    daemon = daemons.start(name=request.node.callspec.id)
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection,
         grpc.insecure_channel(daemon.address) as channel,
