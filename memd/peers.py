@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memd.owner import Owner, owner_by_uid
-from memd.refusal import Refused, StatusCode
+from memd.refusal import Quota, Refused, StatusCode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -187,16 +187,17 @@ class Peers:
             of_user += count if other.owner.key == peer.owner.key else 0
             of_process += count if other.process == peer.process else 0
             of_job += sum(each.job_id == job_id for each in other.sessions.values())
-        for who, count, most in (
-            (f"process {peer.pid}", of_process, SESSIONS_PER_PROCESS_MAX),
-            ("this job", of_job, SESSIONS_PER_JOB_MAX),
-            (_name(peer), of_user, SESSIONS_PER_UID_MAX),
-            ("the daemon", of_all, SESSIONS_MAX),
+        for holder, who, count, most in (
+            ("process", f"process {peer.pid}", of_process, SESSIONS_PER_PROCESS_MAX),
+            ("job", "this job", of_job, SESSIONS_PER_JOB_MAX),
+            ("user", _name(peer), of_user, SESSIONS_PER_UID_MAX),
+            ("daemon", "the daemon", of_all, SESSIONS_MAX),
         ):
             if count >= most:
                 raise Refused(
                     StatusCode.CAPACITY,
                     f"{who} has {count} of at most {most} sessions; close some",
+                    quota=Quota(holder=holder, what="sessions", most=most),
                 )
 
     def session(self, peer: Peer, session_id: int) -> Session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 
@@ -22,13 +23,35 @@ class StatusCode(IntEnum):
     IN_USE = 12
 
 
-class Refused(Exception):
-    """A request that cannot be served: why, and what to do. The caller gets it as a gRPC status."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quota:
+    """A limit that a request would exceed."""
 
-    def __init__(self, code: StatusCode, message: str) -> None:
+    holder: str  # "process", "job", "user" or "daemon"
+    what: str
+    most: int
+
+
+class Refused(Exception):
+    """A request that cannot be served: why, and what to do. The caller gets it as a gRPC status.
+
+    With `retry_after_s` what refuses it passes by itself: the same request may be made again, no
+    sooner than that.
+    """
+
+    def __init__(
+        self,
+        code: StatusCode,
+        message: str,
+        *,
+        quota: Quota | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.error_number = 0
+        self.quota = quota
+        self.retry_after_s = retry_after_s
 
 
 class Unreachable(Refused):

@@ -9,15 +9,14 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
-from google.protobuf import any_pb2
 from google.rpc import status_pb2  # type: ignore[import-untyped]  # googleapis has no types
 from grpc_status import rpc_status  # type: ignore[import-untyped]  # nor has grpcio-status
 
 from memd.identity import UidIdentity
 from memd.refusal import Refused, StatusCode
+from memd.service.error_details import details_of, job_of
 from memd.service.places import RANKS, SHORT_CALLS, STEPS, STREAMS, Holder, Places
 from memd_native import StatusError
-from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -249,30 +248,34 @@ class Gate(grpc.ServerInterceptor):
 
     def _unary(self, method: str, serve: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            job = ""
             try:
                 call = self._admit(method, context)
                 message = _decoded(request)
+                job = job_of(message, call.peer)
                 its = RANKS if method in _RANKS and message.rank_call.number else kind
                 with call.takes(its, message):
                     return serve(message, call)
             except (Refused, StatusError) as error:
-                self._fail(method, context, error)
+                self._fail(method, context, error, job=job)
             except MemoryError:
-                self._fail(method, context, _out_of_memory())
+                self._fail(method, context, _out_of_memory(), job=job)
 
         return answer
 
     def _streaming(self, method: str, serve: Callable[..., Any]) -> Callable[..., Any]:
         def answer(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            job = ""
             try:
                 call = self._admit(method, context)
                 message = _decoded(request)
+                job = job_of(message, call.peer)
                 with call.takes(STREAMS, message):
                     yield from serve(message, call)
             except (Refused, StatusError) as error:
-                self._fail(method, context, error)
+                self._fail(method, context, error, job=job)
             except MemoryError:
-                self._fail(method, context, _out_of_memory())
+                self._fail(method, context, _out_of_memory(), job=job)
 
         return answer
 
@@ -325,7 +328,12 @@ class Gate(grpc.ServerInterceptor):
         self._peers.identify(peer, self._identity.of_token(peer, shown[0]))
 
     def _fail(
-        self, method: str, context: grpc.ServicerContext, error: Refused | StatusError
+        self,
+        method: str,
+        context: grpc.ServicerContext,
+        error: Refused | StatusError,
+        *,
+        job: str = "",
     ) -> NoReturn:
         code = StatusCode(error.code)
         message = str(error)[:_MESSAGE_CHARACTERS_MAX]
@@ -333,12 +341,10 @@ class Gate(grpc.ServerInterceptor):
         if method == "Attach":
             with self._lock:
                 self._rejections[code.name.lower()] += 1
-        detail = types_pb2.ErrorDetail(code=code, error_number=error.error_number)
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        rich = status_pb2.Status(code=_GRPC_CODES[code].value[0], message=message, details=[packed])
-        # The detail stands alone once more, so that a client needs no server packages to read it.
-        plain = ("memd-error-bin", detail.SerializeToString())
+        details = details_of(error, method=method, job=job)
+        rich = status_pb2.Status(code=_GRPC_CODES[code].value[0], message=message, details=details)
+        # memd's own stands alone once more, so that a client needs no server packages to read it.
+        plain = ("memd-error-bin", details[0].value)
         context.set_trailing_metadata((*rpc_status.to_status(rich).trailing_metadata, plain))
         context.abort(_GRPC_CODES[code], message)
         raise AssertionError("abort raises")

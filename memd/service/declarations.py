@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from memd.refusal import Refused, StatusCode
+from memd.refusal import Quota, Refused, StatusCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,6 +51,9 @@ class Declarations:
                     StatusCode.CAPACITY,
                     f"the daemon keeps at most {SHARDS_PENDING_MAX} shards of declarations that "
                     "have not ended; declare again",
+                    quota=Quota(
+                        holder="daemon", what="shards of open declarations", most=SHARDS_PENDING_MAX
+                    ),
                 )
             pending.specs.extend(request.shards)
             specs = list(pending.specs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 
-from memd.refusal import Refused, StatusCode
+from memd.refusal import Quota, Refused, StatusCode
 from memd_native import SnapshotMemory
 
 # A piece has some 5 MiB at most. As many as keep the disk and the caller busy at a time: half of it
@@ -41,6 +41,7 @@ class ExportMemories:
                 raise Refused(
                     StatusCode.CAPACITY,
                     f"reads of {_OF_OWNER_MAX} exports that you began are in flight; wait for them",
+                    quota=Quota(holder="user", what="exports at once", most=_OF_OWNER_MAX),
                 )
             memory = SnapshotMemory(MEMORY_BYTES)
             self._used_counts[owner] += 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from memd.refusal import Refused, StatusCode
+from memd.refusal import Quota, Refused, StatusCode
 from memd_native import RANKS_MAX
 
 if TYPE_CHECKING:
@@ -65,6 +65,14 @@ SHORT_CALLS = Kind(  # everything else
     caller_max=24,
     advice="make fewer at once",
 )
+# A place is free when any of the calls that hold them ends.
+_RETRY_AFTER_S = 1.0
+_SHOWN = {
+    "process": "this process",
+    "job": "this job",
+    "user": "this user",
+    "daemon": "the daemon",
+}
 KINDS = (STEPS, RANKS, STREAMS, SHORT_CALLS)
 
 
@@ -88,24 +96,26 @@ class Places:
 
     def count(self, kind: Kind) -> int:
         with self._lock:
-            return self._taken[kind, "the daemon", None]
+            return self._taken[kind, "daemon", None]
 
     @contextmanager
     def taken(self, kind: Kind, holder: Holder) -> Iterator[None]:
         """Refused where there are too many already."""
-        limits = [("this process", holder.caller, kind.caller_max)]
+        limits = [("process", holder.caller, kind.caller_max)]
         if holder.job is not None:
-            limits.append(("this job", holder.job, kind.job_max))
+            limits.append(("job", holder.job, kind.job_max))
         if holder.user is not None:
-            limits.append(("this user", holder.user, kind.user_max))
-        limits.append(("the daemon", None, kind.all_max))
+            limits.append(("user", holder.user, kind.user_max))
+        limits.append(("daemon", None, kind.all_max))
         with self._lock:
             for who, whose, most in limits:
                 if (count := self._taken[kind, who, whose]) >= most:
                     raise Refused(
                         StatusCode.CAPACITY,
-                        f"too many {kind.what} at once: {who} has {count} of at most {most} under "
-                        f"way; {kind.advice}, or try again",
+                        f"too many {kind.what} at once: {_SHOWN[who]} has {count} of at most "
+                        f"{most} under way; {kind.advice}, or try again",
+                        quota=Quota(holder=who, what=f"{kind.what} at once", most=most),
+                        retry_after_s=_RETRY_AFTER_S,
                     )
             for who, whose, _ in limits:
                 self._taken[kind, who, whose] += 1

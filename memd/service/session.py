@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from memd import __version__
 from memd.attach import send_session
 from memd.peers import Session
-from memd.refusal import Refused, StatusCode
+from memd.refusal import Quota, Refused, StatusCode
 from memd.service import access, wire
 from memd.service.declarations import Declarations
 from memd.service.places import STEPS
@@ -445,6 +445,7 @@ def _not_opened(existing: JobInfo | None, full: _Full | None, owner: Owner) -> R
         StatusCode.CAPACITY,
         f"{who} has {full.count} of at most {full.at_most} jobs; drop one with `memd job drop`, or "
         "raise the setting max_jobs",
+        quota=Quota(holder="user" if full.is_user else "daemon", what="jobs", most=full.at_most),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -12,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from google.rpc import status_pb2 as rich_status_pb2  # type: ignore[import-untyped]  # no types
+from google.rpc import (  # type: ignore[import-untyped]  # no types
+    error_details_pb2,
+)
+from google.rpc import (
+    status_pb2 as rich_status_pb2,
+)
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]  # no types
 from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]  # no types
     reflection_pb2,
@@ -20,7 +26,7 @@ from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]  # no type
 )
 
 from memd import owner
-from memd.peers import Peer, Peers
+from memd.peers import SESSIONS_PER_PROCESS_MAX, Peer, Peers
 from memd.refusal import Refused, StatusCode
 from memd.service import access, declarations, wire
 from memd.service.call import FIELDS_MAX, holds_more_fields
@@ -42,7 +48,7 @@ from memd_proto.v1 import (
     tensor_pb2_grpc,
     types_pb2,
 )
-from tests.unit.fake_native import FakeServer, as_server
+from tests.unit.fake_native import FakeServer, as_server, status_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -416,6 +422,116 @@ def test_an_error_carries_code_and_detail_in_both_forms(service: Service) -> Non
     assert unpacked == refusal.detail
     assert service.control.gate.admission_rejections() == {"capacity": 1}
     assert service.server.jobs() == []
+
+
+def details_by_name(refusal: Refusal) -> dict[str, Any]:
+    """Those of google.rpc."""
+    found = {}
+    for packed in refusal.rich.details[1:]:
+        detail = getattr(error_details_pb2, packed.TypeName().removeprefix("google.rpc."))()
+        assert packed.Unpack(detail)
+        found[type(detail).__name__] = detail
+    return found
+
+
+@pytest.mark.parametrize(
+    ("attempt", "reason", "metadata"),
+    [
+        (
+            lambda caller: caller.attach(job="bert", host_bytes=1 << 50),
+            "CAPACITY",
+            {"method": "Attach", "job": "bert"},
+        ),
+        (
+            lambda caller: caller.get(caller.attach(job="gpt").session_id, "none"),
+            "NOT_FOUND",
+            {"method": "Get", "job": "gpt"},
+        ),
+        (
+            lambda caller: caller.call(caller.jobs.GetJob, job_pb2.GetJobRequest(name="none")),
+            "NOT_FOUND",
+            {"method": "GetJob", "job": "none"},
+        ),
+        (
+            lambda caller: caller.call(
+                caller.jobs.GetJob, job_pb2.GetJobRequest(name="\N{SNOWMAN}" * 129)
+            ),
+            "NOT_FOUND",
+            {"method": "GetJob"},
+        ),
+        (  # as long as a message may be
+            lambda caller: caller.call(caller.jobs.GetJob, job_pb2.GetJobRequest(name="x" * 3000)),
+            "NOT_FOUND",
+            {"method": "GetJob"},
+        ),
+        (
+            lambda caller: caller.call(
+                caller.sessions.Sync, session_pb2.SyncRequest(session_id=9), timeout=None
+            ),
+            "INVALID_ARGUMENT",
+            {"method": "Sync"},
+        ),
+    ],
+)
+def test_an_error_tells_its_reason_call_and_job_as_google_rpc_does(
+    service: Service,
+    attempt: Callable[[Caller], object],
+    reason: str,
+    metadata: dict[str, str],
+) -> None:
+    with pytest.raises(grpc.RpcError) as error:
+        attempt(service.caller())
+    details = details_by_name(refusal_of(error))
+    assert list(details) == ["ErrorInfo"]
+    info = details["ErrorInfo"]
+    assert (info.reason, info.domain, dict(info.metadata)) == (reason, "memd", metadata)
+
+
+def test_an_error_of_the_data_plane_tells_its_errno_and_the_job_that_waits_for_the_device(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = service.caller()
+    session_id = caller.attach(job="gpt").session_id
+
+    def fail(*_: object, **__: object) -> None:
+        failed = status_error(StatusCode.DEVICE, "sync of /volume: Input/output error")
+        failed.error_number = errno.EIO
+        raise failed
+
+    monkeypatch.setattr(service.server, "sync", fail)
+    with pytest.raises(grpc.RpcError) as error:
+        caller.call(caller.sessions.Sync, session_pb2.SyncRequest(session_id=session_id))
+    refusal = refusal_of(error)
+    assert refusal.detail == types_pb2.ErrorDetail(code=6, error_number=errno.EIO)
+    details = details_by_name(refusal)
+    assert list(details) == ["ErrorInfo", "PreconditionFailure"]
+    assert details["ErrorInfo"].metadata == {"method": "Sync", "job": "gpt", "errno": "EIO"}
+    (violation,) = details["PreconditionFailure"].violations
+    assert (violation.type, violation.subject) == ("DEVICE", "gpt")
+
+
+def test_a_job_in_use_is_a_precondition_that_fails(service: Service) -> None:
+    caller = service.caller()
+    caller.attach(job="gpt")
+    with pytest.raises(grpc.RpcError) as error:
+        caller.call(caller.jobs.DropJob, job_pb2.DropJobRequest(name="gpt"))
+    refusal = refusal_of(error)
+    assert refusal.code is grpc.StatusCode.FAILED_PRECONDITION
+    (violation,) = details_by_name(refusal)["PreconditionFailure"].violations
+    assert (violation.type, violation.subject) == ("IN_USE", "gpt")
+
+
+def test_a_limit_of_sessions_is_a_quota_that_does_not_pass_by_itself(service: Service) -> None:
+    caller = service.caller()
+    for number in range(SESSIONS_PER_PROCESS_MAX):
+        caller.attach(job=f"job-{number}")
+    with pytest.raises(grpc.RpcError) as error:
+        caller.attach(job="another")
+    details = details_by_name(refusal_of(error))
+    assert list(details) == ["ErrorInfo", "QuotaFailure"]
+    (violation,) = details["QuotaFailure"].violations
+    assert violation.subject == "process"
+    assert violation.description == "at most 32 sessions"
 
 
 def test_a_client_with_a_range_is_served_in_the_version_that_it_chose(service: Service) -> None:
@@ -948,7 +1064,13 @@ def test_one_process_has_not_all_streams(service: Service) -> None:
     ):
         with pytest.raises(grpc.RpcError) as error:
             attempt()
-        assert "this process has 8 of at most 8" in refusal_of(error).message
+        refusal = refusal_of(error)
+        assert "this process has 8 of at most 8" in refusal.message
+        details = details_by_name(refusal)
+        (violation,) = details["QuotaFailure"].violations
+        assert violation.subject == "process"
+        assert violation.description == "at most 8 streams at once"
+        assert details["RetryInfo"].retry_delay.ToSeconds() == 1
     session_id = other.attach().session_id
     other.put(session_id, blob("x", 4), [b"more"])
     for call, said in streams:
