@@ -51,7 +51,7 @@ demo:
 test:
 	@$(SETUP) test
 	@started=$$SECONDS; \
-	ctest --test-dir build/release --output-on-failure --no-tests=error -j 2; \
+	ctest --test-dir build/release --label-exclude more --output-on-failure --no-tests=error -j 2; \
 	ctest --test-dir build/faults --label-exclude more --output-on-failure --no-tests=error -j 2; \
 	$(IN_VENV) $(TWO_PYTESTS) -m "not more" $(PYTEST_ARGS); \
 	$(DEVICE_TESTS) -m "not more" $(PYTEST_ARGS) || (($$? == 5)); \
@@ -63,6 +63,7 @@ test-more: SANITIZERS := address
 test-more: SANITIZED := catalogue_test check_test extent_test half_written_test job_limits_test ledger_test ring_test \
   server_test shard_store_test store_beside_test volume_test
 test-more: sanitize
+	ctest --test-dir build/release --label-regex more --output-on-failure --no-tests=error -j 2
 	ctest --test-dir build/faults --label-regex more --output-on-failure --no-tests=error -j 2
 	$(IN_VENV) $(TWO_PYTESTS) -m more
 	$(IN_VENV) $(TWO_PYTESTS) tests/device -m more

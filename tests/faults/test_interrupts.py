@@ -13,8 +13,14 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tracks", [False, True])
-@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    ("count", "tracks"),
+    [
+        (10, True),
+        pytest.param(100, False, marks=pytest.mark.more),
+        pytest.param(100, True, marks=pytest.mark.more),
+    ],
+)
 def test_a_loop_that_was_interrupted_goes_on_with_the_same_bits(
     count: int, tracks: bool, tmp_path: Path
 ) -> None:

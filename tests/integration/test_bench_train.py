@@ -54,6 +54,7 @@ def figures(data: Path, *arguments: str) -> tuple[dict[str, Any], dict[str, Any]
     return {figure["name"]: figure for figure in told["figures"]}, told
 
 
+@pytest.mark.more
 def test_a_step_stands_beside_its_parts_and_says_which_bound(data: Path) -> None:
     found, told = figures(data)
     assert found.keys() >= PARTS

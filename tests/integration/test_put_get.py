@@ -94,6 +94,7 @@ def large_daemon() -> Iterator[Daemon]:
         yield daemon
 
 
+@pytest.mark.more
 @transports
 def test_one_client_gets_the_gibibyte_it_put(
     large_daemon: Daemon, gibibyte: tuple[torch.Tensor, str], shared_memory: bool

@@ -150,6 +150,7 @@ def test_a_first_start_measures_only_beside_a_volume_that_takes_longer(tmp_path:
     assert not calibration.worth_measuring(tmp_path, volume_bytes=large)
 
 
+@pytest.mark.more
 def test_calibrating_measures_reads_writes_and_both_and_keeps_what_it_chose(
     monkeypatch: pytest.MonkeyPatch, disk_path: Path
 ) -> None:
