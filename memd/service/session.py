@@ -78,7 +78,7 @@ class SessionService:
             extra={
                 "session": grant.session_id,
                 "job": job.name,
-                "step": job.committed_step,
+                "step": grant.committed_step,
                 **by_whom(peer),
             },
         )
@@ -86,7 +86,7 @@ class SessionService:
             session_id=grant.session_id,
             job_id=job.job_id,
             created=job.created,
-            committed_step=job.committed_step,
+            committed_step=grant.committed_step,
             durable_step=job.durable_step,
             host_bytes=job.host_bytes,
             nvme_bytes=job.nvme_bytes,
@@ -174,7 +174,7 @@ class SessionService:
         return session_pb2.AttachResponse(
             session_id=session.session_id,
             job_id=job.job_id,
-            committed_step=job.committed_step,
+            committed_step=grant.committed_step,
             host_bytes=job.host_bytes,
             nvme_bytes=job.nvme_bytes,
             segment_bytes=grant.segment_bytes,

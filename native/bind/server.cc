@@ -302,6 +302,9 @@ void bind_records(nb::module_& module) {
       "SessionGrant",
       "Its descriptors are closed when it is deleted: keep it until they were sent.")
       .def_ro("session_id", &SessionGrant::session_id)
+      .def_ro("committed_step",
+              &SessionGrant::committed_step,
+              "The step at which the job stood when it was granted.")
       .def_prop_ro("session_fd", [](const SessionGrant& self) { return self.session.get(); })
       .def_prop_ro("table_fd", [](const SessionGrant& self) { return self.table.get(); })
       .def_prop_ro("doorbell_fd", [](const SessionGrant& self) { return self.doorbell.get(); })

@@ -201,6 +201,7 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner, 
     auto answer = std::make_shared<Answer>();
     SessionGrant* const grant = &answer->grant;
     grant->session_id = session_id;
+    grant->committed_step = job.value()->progress().committed_step();
     grant->segment_bytes = job.value()->memory()->arena().segment_bytes();
     grant->arena_reserved_bytes = job.value()->memory()->arena().reserved_bytes();
     for (auto [from, into] : {std::pair{session.value()->ring.session_fd(), &grant->session},
@@ -217,8 +218,11 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner, 
   auto result = thread_->ask_for_more<Pointer>(
       timeout_s, "attaching", [this, job_id, attach_now](const auto& reply) {
         // The session before may have ended since the job was opened.
-        store().returns_to_snapshots().when_ended(job_id,
-                                                  [attach_now, reply] { attach_now(reply); });
+        store().returns_to_snapshots().when_ended(job_id, [this, job_id, attach_now, reply] {
+          // A trainer that died may have closed a step. Whoever follows goes on behind it.
+          store().operations().when_closed_steps_end(job_id,
+                                                     [attach_now, reply] { attach_now(reply); });
+        });
       });
   if (!result.is_ok()) {
     refill_pool_after(result.status());
@@ -261,6 +265,7 @@ Result<SessionGrant> Server::resume_session(uint64_t session_id, const SessionOw
         if (Status status = thread_->watch(*session.value()); !status.is_ok()) return reply(status);
         auto grant = std::make_shared<SessionGrant>();
         grant->session_id = session_id;
+        grant->committed_step = job.value()->progress().committed_step();
         grant->segment_bytes = job.value()->memory()->arena().segment_bytes();
         grant->arena_reserved_bytes = job.value()->memory()->arena().reserved_bytes();
         reply(grant);

@@ -25,6 +25,7 @@ namespace memd {
 /// Descriptors for a client; closed when this is destroyed.
 struct SessionGrant {
   uint64_t session_id = 0;
+  uint64_t committed_step = 0;  // where the job stood when it was granted
   OwnedFd session;
   OwnedFd table;
   OwnedFd doorbell;

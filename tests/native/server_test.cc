@@ -352,6 +352,32 @@ TEST_F(ServerTest, an_attach_whose_caller_gave_up_leaves_no_session) {
   EXPECT_EQ(statistics().session_count, 0U);
 }
 
+TEST_F(ServerTest, a_session_begins_behind_the_step_that_one_before_it_has_closed) {
+  start();
+  const uint64_t job_id = open("job");
+  std::thread stepping;
+  {
+    const Client client = attach(job_id);
+    const uint32_t parameter = declare(client, weight("w", 300'000));
+    fill(client, parameter, 0);
+    fill(client, parameter, 0, Part::gradient);
+    StepRequest request;
+    request.session_id = client.session_id;
+    request.groups = {{.settings = {}, .shard_ids = {parameter}}};
+    stalls_->all = true;
+    stepping = std::thread(
+        [request, server = server_] { EXPECT_TRUE(server->step(request, {}, 20).is_ok()); });
+    while (in_flight().empty()) std::this_thread::yield();
+    ASSERT_TRUE(server_->detach(client.session_id).is_ok());
+  }
+  EXPECT_EQ(server_->attach(job_id, {}, 0.2).status().code(), StatusCode::deadline);
+  stalls_->all = false;
+  const auto grant = server_->attach(job_id, {}, 20);
+  ASSERT_TRUE(grant.is_ok()) << grant.status().message();
+  EXPECT_EQ(grant.value().committed_step, 1U);
+  stepping.join();
+}
+
 TEST_F(ServerTest, each_path_has_the_limits_of_its_directory_in_whatever_order_they_are_named) {
   const std::string one = root_ / "one";
   const std::string two = root_ / "two";

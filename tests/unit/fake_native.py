@@ -101,6 +101,7 @@ class SessionGrant:
     doorbell_fd: int
     segment_bytes: int = 4 << 20
     arena_reserved_bytes: int = 64 << 20
+    committed_step: int = 0
 
     def __del__(self) -> None:
         for fd in (self.session_fd, self.table_fd, self.doorbell_fd):
@@ -439,8 +440,11 @@ class FakeServer:
         with self._lock:
             session_id = next(self._ids)
             self._sessions[session_id] = job_id
-        fds = [os.memfd_create(name) for name in ("session", "table", "doorbell")]
-        return SessionGrant(session_id, *fds)
+            committed_step = self._jobs[job_id].info.committed_step
+        session, table, doorbell = (
+            os.memfd_create(name) for name in ("session", "table", "doorbell")
+        )
+        return SessionGrant(session_id, session, table, doorbell, committed_step=committed_step)
 
     def sessions(self) -> set[int]:
         """Of the fake alone."""

@@ -483,6 +483,10 @@ class SessionGrant:
     def session_id(self) -> int: ...
 
     @property
+    def committed_step(self) -> int:
+        """The step at which the job stood when it was granted."""
+
+    @property
     def session_fd(self) -> int: ...
 
     @property

@@ -56,6 +56,11 @@ void JobOperations::connect(Job& job) {
 
 // ---- Steps --------------------------------------------------------------------------------------
 
+void JobOperations::when_closed_steps_end(uint64_t job_id, const std::function<void()>& then) {
+  Job* const job = parts_.jobs.find(job_id);
+  job == nullptr ? then() : job->steps().when_closed_end(then);
+}
+
 uint64_t JobOperations::closing_step(uint64_t job_id) const {
   const Job* const job = parts_.jobs.find(job_id);
   return job == nullptr ? 0 : job->steps().closing_step();

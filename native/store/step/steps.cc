@@ -203,6 +203,11 @@ void Steps::refuse(const StepRequest& request,
 
 // ---- What others ask ----------------------------------------------------------------------------
 
+void Steps::when_closed_end(const std::function<void()>& then) {
+  if (closed_.empty()) return then();
+  closed_.back()->also_tell([then](const Status&, const StepReport&) { then(); });
+}
+
 uint64_t Steps::closing_step() const {
   if (closed_.empty()) return 0;
   return parts_.progress.committed_step() + (closed_.front()->is_counted() ? 0 : 1);
