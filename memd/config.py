@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import stat
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -205,7 +206,21 @@ def _fragments_beside(file: Path) -> list[Path]:
     except OSError as error:
         raise SettingsError(f"{folder}: cannot be read: {error.strerror}") from error
     # Editors keep hidden files beside those that they have open.
-    return [path for path in paths if path.suffix == ".toml" and path.name[0] != "."]
+    fragments = [path for path in paths if path.suffix == ".toml" and path.name[0] != "."]
+    for path in [folder, *fragments] if fragments else []:
+        _refuse_others(path)
+    return fragments
+
+
+def _refuse_others(path: Path) -> None:
+    """A fragment counts for its place, without being named: others must not put it there."""
+    found = path.stat()
+    if found.st_uid not in {0, os.geteuid()} or found.st_mode & stat.S_IWOTH:
+        raise SettingsError(
+            f"{path}: others can change it; fragments of settings and their folder have to belong "
+            "to root or to the user of the daemon, and others may not write them: use chown and "
+            "chmod o-w, or move the file of settings elsewhere"
+        )
 
 
 def _from_file(file: Path) -> dict[str, tuple[Any, str]]:

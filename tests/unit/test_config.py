@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -229,6 +231,21 @@ def test_a_wrong_fragment_is_named_also_where_a_later_one_wins(
     file = write_fragments(tmp_path, a=text, b='host = "1GiB"\n')
     file.write_text('host = "1GiB"\n')
     with pytest.raises(SettingsError, match=message):
+        load(flags={}, environ={}, file=file)
+
+
+@pytest.mark.parametrize("name", ["conf.d", "conf.d/a.toml"])
+@pytest.mark.parametrize("how", ["writable", "owned"])
+def test_fragments_that_others_can_change_are_refused(tmp_path: Path, name: str, how: str) -> None:
+    file = write_fragments(tmp_path, a="max_jobs = 9\n")
+    path = tmp_path / name
+    if how == "writable":
+        path.chmod(0o777)
+    elif os.geteuid() == 0:
+        os.chown(path, 65534, -1)
+    else:
+        pytest.skip("only root gives a file away")
+    with pytest.raises(SettingsError, match=f"{re.escape(str(path))}: others can change it"):
         load(flags={}, environ={}, file=file)
 
 
