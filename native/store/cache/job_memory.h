@@ -28,11 +28,11 @@ inline constexpr uint64_t kPrivateFloorBytes = 2 * (kTileStateBytesMax + kTileGr
 inline constexpr uint32_t kTilesInFlight = 8;
 
 /// Segments are admitted when the job is opened and lie unassigned until a side needs them. The
-/// arena takes what leases ask for, the private side what is left of what the arena is expected to
-/// need, and at least its floor. A segment may go from the private side to the arena of the same
-/// job when it is empty; never back, since a trainer keeps it mapped. The host side has what
-/// reserve_host() asked for: places of tiles whose tier is host, which neither of the others can
-/// take. Used by the server thread.
+/// arena takes what leases ask for, up to arena_bytes_wanted() before something goes for them; the
+/// private side what is left of that, and at least its floor. A segment may go from the private
+/// side to the arena of the same job when it is empty; never back, since a trainer keeps it mapped.
+/// The host side has what reserve_host() asked for: places of tiles whose tier is host, which
+/// neither of the others can take. Used by the server thread.
 class JobMemory {
  public:
   /// If it fails, the segments are where they were.

@@ -187,9 +187,10 @@ void PlanProgress::end_period(SessionPlan& session_plan) {
   necessary_bytes_ = necessary_of_bytes_;
 }
 
-// With several sessions nobody knows how often a value is used.
 void PlanProgress::share_memory(std::optional<PlanBook::PlanId> ended, const Plan* plan) {
   if (parts_.memory == nullptr) return;
+  // With several sessions nobody knows how often a value is used.
+  if (parts_.sessions.size() > 1) return parts_.memory->keep_values(true);
   if (plan == nullptr || plan->size() > kSimulatedUsesMax) {
     one_pass_of_.reset();
     is_one_pass_ = false;
@@ -197,7 +198,7 @@ void PlanProgress::share_memory(std::optional<PlanBook::PlanId> ended, const Pla
     one_pass_of_ = ended;
     is_one_pass_ = !uses_values_again(*plan);
   }
-  parts_.memory->keep_values(!is_one_pass_ || parts_.sessions.size() > 1);
+  parts_.memory->keep_values(!is_one_pass_);
 }
 
 // A value that goes while gradients come is read once more, by its update, and twice more where

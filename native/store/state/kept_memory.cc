@@ -23,11 +23,12 @@ void KeptMemory::expect_shards() {
                                .tile_bytes = divide_up(sums.element_count(), kTileElements) *
                                              parts_.shards.declared().tile_bytes_max()};
   if (parts_.durability.is_in_memory() && !parts_.shards.declared().has_host_tier()) {
-    // A value is fetched from its tile where that stays. A gradient would have to be spilled.
-    const uint64_t without_values_bytes = sums.entry_bytes() - sums.gradient_bytes();
+    // A value is fetched from its tile where that stays. A gradient, which is as large, would have
+    // to be spilled.
+    const uint64_t gradient_and_blob_bytes = sums.entry_bytes() - sums.gradient_bytes();
     expected.arena_bytes_min =
         std::min(sums.entry_bytes(),
-                 without_values_bytes + kLargestEntriesInUse * sums.largest_entry_bytes());
+                 gradient_and_blob_bytes + kLargestEntriesInUse * sums.largest_entry_bytes());
   }
   memory_->expect(expected);
 }

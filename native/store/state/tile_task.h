@@ -48,7 +48,7 @@ struct TileTask {
   bool writes_rest = false;
   /// If there is room, the tile stays in memory, dirty, and is not written.
   bool may_stay = false;
-  /// Bytes of the tiles that its step updates after it, which stay rather than it does.
+  /// Bytes of the tiles that its step updates after it. They take precedence in memory.
   uint64_t later_bytes = 0;
   /// In tier host everything else stays in memory: with this, new extents have the tile as well.
   bool copies_to_disk = false;

@@ -79,11 +79,20 @@ struct TileTasks::Running {
 
 // ---- Waiting ------------------------------------------------------------------------------------
 
-void TileTasks::submit(TileTask task) {
+void TileTasks::begin(TileTask& task) const {
   parts_.residencies.begin_task(*task.entry);
   parts_.activities.begin();
   if (task.report == nullptr) task.report = std::make_shared<StepReport>();
+}
+
+void TileTasks::submit(TileTask task) {
+  begin(task);
   waiting_.push_back(std::move(task));
+}
+
+void TileTasks::submit_first(TileTask task) {
+  begin(task);
+  waiting_.push_front(std::move(task));
 }
 
 TileTask TileTasks::flush_task(uint64_t key) {
@@ -104,11 +113,6 @@ void TileTasks::submit_flush(uint64_t key, const std::shared_ptr<StepReport>& re
   task.report = report;
   task.done = std::move(done);
   submit(std::move(task));
-}
-
-void TileTasks::submit_first(TileTask task) {
-  submit(std::move(task));
-  std::rotate(waiting_.begin(), waiting_.end() - 1, waiting_.end());
 }
 
 void TileTasks::fail_waiting(const Status& why) {

@@ -47,6 +47,7 @@ class TileTasks {
  private:
   struct Running;
 
+  void begin(TileTask& task) const;
   TileTask flush_task(uint64_t key);
   void make_room();
   void fail_waiting(const Status& why);

@@ -289,6 +289,7 @@ void Step::update_bucket(size_t at, const std::shared_ptr<Join>& all) {
   if (at == update_order_.size()) return all->finish(Status::ok());
   const uint32_t index = update_order_[at];
   Bucket& bucket = parts_.job.shards.bucket(index);
+  MEMD_CHECK_GE(later_bytes_, private_bytes(bucket));
   later_bytes_ -= private_bytes(bucket);
   auto updated =
       Join::start([self = shared_from_this(), &bucket, done = all->branch()](const Status& status) {
