@@ -87,7 +87,7 @@ class SessionService:
             job_id=job.job_id,
             created=job.created,
             committed_step=grant.committed_step,
-            durable_step=job.durable_step,
+            durable_step=grant.durable_step,
             host_bytes=job.host_bytes,
             nvme_bytes=job.nvme_bytes,
             segment_bytes=grant.segment_bytes,
@@ -105,7 +105,7 @@ class SessionService:
     def _attach(self, job: JobInfo, request: session_pb2.AttachRequest, call: Call) -> SessionGrant:
         # A rank that comes late waits for the load of another.
         patience_s = call.timeout_s() if request.world_size > 1 else _JOIN_S
-        deadline = time.monotonic() + min(call.timeout_s(), patience_s)
+        load_deadline = time.monotonic() + min(call.timeout_s(), patience_s)
         while True:
             try:
                 return self._server.attach(
@@ -116,8 +116,12 @@ class SessionService:
                     timeout_s=call.timeout_s(),
                 )
             except StatusError as error:
-                # Another session loads into it. That one's process may have died a moment ago.
-                if error.code != StatusCode.IN_USE or time.monotonic() >= deadline:
+                if error.code != StatusCode.IN_USE or not call.is_waited_for():
+                    raise
+                # Another session loads into it. That one's process may have died a moment ago. Or
+                # it has closed a step, which ends however long it takes.
+                is_making_step = self._server.closing_step(job.job_id) != 0
+                if not is_making_step and time.monotonic() >= load_deadline:
                     raise
             time.sleep(_JOIN_LOOK_S)
 

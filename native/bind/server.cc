@@ -305,6 +305,7 @@ void bind_records(nb::module_& module) {
       .def_ro("committed_step",
               &SessionGrant::committed_step,
               "The step at which the job stood when it was granted.")
+      .def_ro("durable_step", &SessionGrant::durable_step)
       .def_prop_ro("session_fd", [](const SessionGrant& self) { return self.session.get(); })
       .def_prop_ro("table_fd", [](const SessionGrant& self) { return self.table.get(); })
       .def_prop_ro("doorbell_fd", [](const SessionGrant& self) { return self.doorbell.get(); })

@@ -189,6 +189,12 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner, 
   };
   using Pointer = std::shared_ptr<Answer>;
   const auto attach_now = [this, job_id, owner](const auto& reply) {
+    // A trainer that died may have closed a step. Whoever follows goes on behind it.
+    if (store().operations().has_step_of_nobody(job_id)) {
+      return reply(error(StatusCode::in_use,
+                         "the job still makes the step that a session before this one has closed, "
+                         "and the next one goes on behind it; try again"));
+    }
     auto session = store().attach(job_id, owner);
     if (!session.is_ok()) return reply(session.status());
     const auto job = store().job_of(session.value()->session_id);
@@ -202,6 +208,7 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner, 
     SessionGrant* const grant = &answer->grant;
     grant->session_id = session_id;
     grant->committed_step = job.value()->progress().committed_step();
+    grant->durable_step = job.value()->progress().durable_step();
     grant->segment_bytes = job.value()->memory()->arena().segment_bytes();
     grant->arena_reserved_bytes = job.value()->memory()->arena().reserved_bytes();
     for (auto [from, into] : {std::pair{session.value()->ring.session_fd(), &grant->session},
@@ -218,11 +225,8 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner, 
   auto result = thread_->ask_for_more<Pointer>(
       timeout_s, "attaching", [this, job_id, attach_now](const auto& reply) {
         // The session before may have ended since the job was opened.
-        store().returns_to_snapshots().when_ended(job_id, [this, job_id, attach_now, reply] {
-          // A trainer that died may have closed a step. Whoever follows goes on behind it.
-          store().operations().when_closed_steps_end(job_id,
-                                                     [attach_now, reply] { attach_now(reply); });
-        });
+        store().returns_to_snapshots().when_ended(job_id,
+                                                  [attach_now, reply] { attach_now(reply); });
       });
   if (!result.is_ok()) {
     refill_pool_after(result.status());
@@ -266,6 +270,7 @@ Result<SessionGrant> Server::resume_session(uint64_t session_id, const SessionOw
         auto grant = std::make_shared<SessionGrant>();
         grant->session_id = session_id;
         grant->committed_step = job.value()->progress().committed_step();
+        grant->durable_step = job.value()->progress().durable_step();
         grant->segment_bytes = job.value()->memory()->arena().segment_bytes();
         grant->arena_reserved_bytes = job.value()->memory()->arena().reserved_bytes();
         reply(grant);

@@ -25,7 +25,9 @@ namespace memd {
 /// Descriptors for a client; closed when this is destroyed.
 struct SessionGrant {
   uint64_t session_id = 0;
-  uint64_t committed_step = 0;  // where the job stood when it was granted
+  // The steps at which the job stood when it was granted.
+  uint64_t committed_step = 0;
+  uint64_t durable_step = 0;
   OwnedFd session;
   OwnedFd table;
   OwnedFd doorbell;

@@ -370,12 +370,13 @@ TEST_F(ServerTest, a_session_begins_behind_the_step_that_one_before_it_has_close
     while (in_flight().empty()) std::this_thread::yield();
     ASSERT_TRUE(server_->detach(client.session_id).is_ok());
   }
-  EXPECT_EQ(server_->attach(job_id, {}, 0.2).status().code(), StatusCode::deadline);
+  EXPECT_EQ(server_->attach(job_id, {}, 20).status().code(), StatusCode::in_use);
   stalls_->all = false;
+  stepping.join();
   const auto grant = server_->attach(job_id, {}, 20);
   ASSERT_TRUE(grant.is_ok()) << grant.status().message();
   EXPECT_EQ(grant.value().committed_step, 1U);
-  stepping.join();
+  EXPECT_EQ(grant.value().durable_step, 1U);
 }
 
 TEST_F(ServerTest, each_path_has_the_limits_of_its_directory_in_whatever_order_they_are_named) {

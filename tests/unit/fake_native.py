@@ -102,6 +102,7 @@ class SessionGrant:
     segment_bytes: int = 4 << 20
     arena_reserved_bytes: int = 64 << 20
     committed_step: int = 0
+    durable_step: int = 0
 
     def __del__(self) -> None:
         for fd in (self.session_fd, self.table_fd, self.doorbell_fd):
@@ -440,11 +441,23 @@ class FakeServer:
         with self._lock:
             session_id = next(self._ids)
             self._sessions[session_id] = job_id
-            committed_step = self._jobs[job_id].info.committed_step
+            info = self._jobs[job_id].info
         session, table, doorbell = (
             os.memfd_create(name) for name in ("session", "table", "doorbell")
         )
-        return SessionGrant(session_id, session, table, doorbell, committed_step=committed_step)
+        return SessionGrant(
+            session_id,
+            session,
+            table,
+            doorbell,
+            committed_step=info.committed_step,
+            durable_step=info.durable_step,
+        )
+
+    def closing_step(self, job_id: int) -> int:
+        """Steps are over when they are answered."""
+        del job_id
+        return 0
 
     def sessions(self) -> set[int]:
         """Of the fake alone."""

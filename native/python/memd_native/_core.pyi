@@ -487,6 +487,9 @@ class SessionGrant:
         """The step at which the job stood when it was granted."""
 
     @property
+    def durable_step(self) -> int: ...
+
+    @property
     def session_fd(self) -> int: ...
 
     @property

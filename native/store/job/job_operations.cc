@@ -56,9 +56,9 @@ void JobOperations::connect(Job& job) {
 
 // ---- Steps --------------------------------------------------------------------------------------
 
-void JobOperations::when_closed_steps_end(uint64_t job_id, const std::function<void()>& then) {
-  Job* const job = parts_.jobs.find(job_id);
-  job == nullptr ? then() : job->steps().when_closed_end(then);
+bool JobOperations::has_step_of_nobody(uint64_t job_id) const {
+  const Job* const job = parts_.jobs.find(job_id);
+  return job != nullptr && job->steps().has_step_of_nobody();
 }
 
 uint64_t JobOperations::closing_step(uint64_t job_id) const {

@@ -84,8 +84,6 @@ class Step : public std::enable_shared_from_this<Step> {
   void set_update_order(std::vector<uint32_t> order) { update_order_ = std::move(order); }
   /// Asked for again, with new calls of the same sessions. `others`: none but those of ranks.
   void join(uint64_t call, const std::vector<StepCall>& others, StepDone done);
-  /// Tells this one as well when it is over, whoever asked for it.
-  void also_tell(StepDone done) { also_done_.push_back(std::move(done)); }
   bool is_undoing() const { return state_ == StepState::undoing; }
   /// In the job's committed step, while the commit is under way.
   bool is_counted() const { return commit_.is_counted(); }
@@ -130,7 +128,7 @@ class Step : public std::enable_shared_from_this<Step> {
   StepRequest request_;
   std::vector<StepCall> others_;
   StepDone done_;
-  std::vector<StepDone> also_done_;  // who has asked for it again, or waits for its end
+  std::vector<StepDone> also_done_;  // the same step, asked for again
   std::optional<size_t> place_;      // in the job's ledger
   const uint64_t started_ns_;
   const bool is_step_;

@@ -203,9 +203,13 @@ void Steps::refuse(const StepRequest& request,
 
 // ---- What others ask ----------------------------------------------------------------------------
 
-void Steps::when_closed_end(const std::function<void()>& then) {
-  if (closed_.empty()) return then();
-  closed_.back()->also_tell([then](const Status&, const StepReport&) { then(); });
+bool Steps::has_step_of_nobody() const {
+  return std::any_of(closed_.begin(), closed_.end(), [this](const auto& step) {
+    const std::vector<StepCall> calls = step->calls();
+    return std::none_of(calls.begin(), calls.end(), [this](const StepCall& each) {
+      return parts_.session(each.session_id) != nullptr;
+    });
+  });
 }
 
 uint64_t Steps::closing_step() const {

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -38,9 +37,8 @@ class Steps {
   /// A step that an earlier daemon has accepted.
   void redo(const StepRequest& request, size_t place);
 
-  /// Calls `then` when the steps that are closed by now are over, or will never be made; at once
-  /// where there are none.
-  void when_closed_end(const std::function<void()>& then);
+  /// Whether sessions that have ended have closed a step that is not over.
+  bool has_step_of_nobody() const;
   /// The number of the step that the job is finishing or has still to do; 0: none.
   uint64_t closing_step() const;
   /// The reason for a lease of a parameter's value to wait: its update, or the commit of it.
