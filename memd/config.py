@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 DEFAULT_FILE = Path("/etc/memd/memd.toml")
-# Beside the file, with fragments of settings that come after it.
+# The folder beside the file, whose fragments of settings come after it.
 _FRAGMENTS = "conf.d"
 _ADDRESS = "MEMD_ADDRESS"
 # The address; the file's place; the unit's word about systemd; the client's. No settings.

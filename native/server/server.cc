@@ -190,7 +190,7 @@ Result<SessionGrant> Server::attach(uint64_t job_id, const SessionOwner& owner, 
   using Pointer = std::shared_ptr<Answer>;
   const auto attach_now = [this, job_id, owner](const auto& reply) {
     // A trainer that died may have closed a step. Whoever follows goes on behind it.
-    if (store().operations().has_step_of_nobody(job_id)) {
+    if (store().operations().has_orphaned_step(job_id)) {
       return reply(error(StatusCode::in_use,
                          "the job still makes the step that a session before this one has closed, "
                          "and the next one goes on behind it; try again"));

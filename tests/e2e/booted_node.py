@@ -24,7 +24,7 @@ SOCKET = "/run/memd/memd.sock"
 USER = "alice"
 TRAINING = "/opt/train"
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "cpp", "ld", "as", "make", "cmake", "ninja")
-# What needs no network and, of each environment, no step but this one.
+# Each environment is ready after this step alone, which needs no network.
 PIP = "pip install --quiet --disable-pip-version-check --no-index --find-links /srv/wheelhouse"
 # Its own mounts and processes, which end with it.
 APART = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")

@@ -33,7 +33,7 @@ class Node(ABC):
 
     @abstractmethod
     def install(self) -> str:
-        """What was installed, for people."""
+        """Names for people what was installed."""
 
     @abstractmethod
     def start(self) -> None:

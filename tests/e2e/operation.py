@@ -1,4 +1,4 @@
-"""What an operator does with memd, from its installation to a job that is dropped. Each step checks
+"""An operator's work with memd, from its installation to a job that is dropped. Each step checks
 and prints one line; the first that fails ends it all with its own sentence.
 
 Run: tests/e2e/operator.sh [--quick]

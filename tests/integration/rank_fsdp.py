@@ -361,7 +361,7 @@ def connected(address: str) -> Iterator[memd_client.Session]:
 
 
 def refused(address: str) -> dict[str, Any]:
-    """What memd does not take, in a sentence on each rank."""
+    """memd refuses these in a sentence on each rank."""
     found: dict[str, Any] = {}
     world_size = distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))

@@ -22,7 +22,7 @@ MODULE = "tests.integration.rank_fsdp"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each of two ranks has found in a program, and one that goes on with their job. All run
+    """Findings of each of two ranks in a program, and of one that goes on with their job. All run
     in one start."""
     folder = tmp_path_factory.mktemp("shards")
     environ: dict[str, Any] = {"MEMD_FOLDER": str(folder)}

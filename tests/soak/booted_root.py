@@ -47,10 +47,10 @@ class System(ABC):
 
     @abstractmethod
     def enter(self, *command: str) -> list[str]:
-        """What runs the command there."""
+        """The arguments that run the command there."""
 
     def do(self, *command: str, may_fail: bool = False) -> str:
-        """What the command said; it is in the log with all it said."""
+        """Returns what the command said; the log has all of it."""
         answer = subprocess.run(
             self.enter(*command), capture_output=True, text=True, check=False, timeout=TIMEOUT_S
         )

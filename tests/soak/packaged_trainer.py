@@ -20,7 +20,7 @@ PROGRAMS = ("live_training.py", "packaged_training.py")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """Where a training runs, by the paths of its system."""
+    """The paths of a training, as its system has them."""
 
     folder: str
     python: str = "/srv/train/bin/python"
@@ -32,7 +32,7 @@ class Trained:
 
 
 def copy_programs(folder: Path) -> None:
-    """What a training needs of these tests, and nothing of the sources."""
+    """Copies what a training needs of these tests, and nothing of the sources."""
     place = folder / "tests" / "soak"
     place.mkdir(parents=True)
     for name in PROGRAMS:
@@ -71,7 +71,7 @@ class Trainer:
 
     @property
     def status(self) -> int | None:
-        """Of the process; None while it runs."""
+        """The process's exit status; None while it runs."""
         assert self._process is not None
         return self._process.poll()
 

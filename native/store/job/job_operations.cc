@@ -56,9 +56,9 @@ void JobOperations::connect(Job& job) {
 
 // ---- Steps --------------------------------------------------------------------------------------
 
-bool JobOperations::has_step_of_nobody(uint64_t job_id) const {
+bool JobOperations::has_orphaned_step(uint64_t job_id) const {
   const Job* const job = parts_.jobs.find(job_id);
-  return job != nullptr && job->steps().has_step_of_nobody();
+  return job != nullptr && job->steps().has_orphaned_step();
 }
 
 uint64_t JobOperations::closing_step(uint64_t job_id) const {

@@ -40,8 +40,8 @@ class JobOperations {
   void step(StepRequest request, StepDone done) { step(std::move(request), {}, std::move(done)); }
   void sync(uint64_t session_id, StepDone done);
   void sync_job(uint64_t job_id, StepDone done);
-  /// As Steps::has_step_of_nobody().
-  bool has_step_of_nobody(uint64_t job_id) const;
+  /// As Steps::has_orphaned_step().
+  bool has_orphaned_step(uint64_t job_id) const;
   /// The number of the step that the job is finishing or has still to do; 0: none.
   uint64_t closing_step(uint64_t job_id) const;
   /// Adam's moments, of elements within one tile.

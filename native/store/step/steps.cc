@@ -203,7 +203,7 @@ void Steps::refuse(const StepRequest& request,
 
 // ---- What others ask ----------------------------------------------------------------------------
 
-bool Steps::has_step_of_nobody() const {
+bool Steps::has_orphaned_step() const {
   return std::any_of(closed_.begin(), closed_.end(), [this](const auto& step) {
     const std::vector<StepCall> calls = step->calls();
     return std::none_of(calls.begin(), calls.end(), [this](const StepCall& each) {

@@ -38,7 +38,7 @@ class Steps {
   void redo(const StepRequest& request, size_t place);
 
   /// Whether sessions that have ended have closed a step that is not over.
-  bool has_step_of_nobody() const;
+  bool has_orphaned_step() const;
   /// The number of the step that the job is finishing or has still to do; 0: none.
   uint64_t closing_step() const;
   /// The reason for a lease of a parameter's value to wait: its update, or the commit of it.
