@@ -74,9 +74,14 @@ class _AnnouncedPlane:
         return getattr(self._plane, name)
 
     def lease_together(
-        self, shards: Sequence[tuple[Any, ...]], part: int, *arguments: Any
+        self,
+        shards: Sequence[tuple[int, int, Sequence[int], int]],
+        part: int,
+        mode: int,
+        timeout_s: float,
+        phase: int,
     ) -> list[Any]:
-        answers: list[Any] = self._plane.lease_together(shards, part, *arguments)
+        answers: list[Any] = self._plane.lease_together(shards, part, mode, timeout_s, phase)
         for (shard_id, *_), answer in zip(shards, answers, strict=True):
             if isinstance(answer, torch.Tensor):
                 self._watch(answer)
@@ -84,8 +89,8 @@ class _AnnouncedPlane:
                     self._gradients[shard_id] = self._slot_of(answer)
         return answers
 
-    def lease_resident(self, *arguments: Any) -> Any:
-        lease = self._plane.lease_resident(*arguments)
+    def lease_resident(self, shard_id: int, dtype: int, shape: Sequence[int]) -> Any:
+        lease = self._plane.lease_resident(shard_id, dtype, shape)
         if lease is not None:
             self._watch(lease)
         return lease

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from memd.refusal import StatusCode
@@ -20,6 +19,8 @@ from memd_native import MODE_OVERWRITE, STEP_SECONDS_BOUNDS, AdamSettings, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from memd_native import CheckedJob, CheckedVolume, CheckFinding
 
 ELEMENT_BYTES = {1: 4, 2: 2, 3: 2, 4: 8, 5: 1, 6: 2, 7: 4, 8: 8, 9: 1, 10: 1}
 
@@ -107,6 +108,15 @@ class SessionGrant:
     def __del__(self) -> None:
         for fd in (self.session_fd, self.table_fd, self.doorbell_fd):
             os.close(fd)
+
+
+@dataclass(frozen=True)
+class KeptSession:
+    session_id: int
+    job_id: int
+    pid: int
+    start_time: int
+    uid: int
 
 
 @dataclass(frozen=True)
@@ -272,6 +282,21 @@ class Activity:
 
 
 @dataclass
+class CheckReport:
+    volumes: list[CheckedVolume] = field(default_factory=list)
+    jobs: list[CheckedJob] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass
+class LiveCheckProgress:
+    bytes: int
+    bytes_all: int
+    findings: list[CheckFinding] = field(default_factory=list)
+    report: CheckReport | None = None
+
+
+@dataclass
 class Shard:
     info: ShardInfo
     value: bytearray
@@ -317,24 +342,9 @@ class FakeMomentsWrite:
 class FakeServer:
     """What `detached` and `calls` say is what the tests look at."""
 
-    def __init__(
-        self,
-        *,
-        directories: Sequence[str] = ("/volume",),
-        nvme_bytes: int = 1 << 30,
-        host_bytes: int = 64 << 20,
-        lock_required: bool = True,
-        huge_pages: bool = True,
-        io_engine: str = "auto",
-        io_limits: Sequence[tuple[int, int]] = (),
-        update_thread_count: int = 0,
-        jobs_expected: int = 2,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> None:
-        self._host_bytes = host_bytes
-        self._nvme_bytes = nvme_bytes
-        self._directories = list(directories)
-        self.io_limits = list(io_limits)
+    def __init__(self) -> None:
+        self._host_bytes = 64 << 20
+        self._nvme_bytes = 1 << 30
         self.load_notes: list[str] = []
         self._lock = threading.RLock()
         self._jobs: dict[int, Job] = {}
@@ -357,12 +367,10 @@ class FakeServer:
         self.rank_sessions: dict[int, list[int]] = {}  # job → session of each rank
         self.expected: list[tuple[AdamSettings, list[int]]] = []
         self.moments: dict[int, tuple[bytearray, bytearray, bytearray]] = {}
-        if progress is not None:
-            progress(host_bytes, host_bytes)
 
     def report(self) -> StartReport:
         return StartReport(
-            PoolReport(self._host_bytes), self._directories, [self._nvme_bytes], job_count=0
+            PoolReport(self._host_bytes), ["/volume"], [self._nvme_bytes], job_count=0
         )
 
     def open_job(
@@ -648,16 +656,15 @@ class FakeServer:
 
     def begin_check(self, job_ids: Sequence[int], *, whole: bool) -> int:
         if self.checks:
-            raise StatusError(StatusCode.ALREADY_EXISTS, "a check runs since 1 s", 0)
+            raise status_error(StatusCode.ALREADY_EXISTS, "a check runs since 1 s")
         check_id = next(self._ids)
         self.checks[check_id] = (list(job_ids), whole)
         self.checks_begun.append(self.checks[check_id])
         return check_id
 
-    def check_progress(self, check_id: int) -> SimpleNamespace:
+    def check_progress(self, check_id: int) -> LiveCheckProgress:
         assert check_id in self.checks
-        report = SimpleNamespace(volumes=[], jobs=[], seconds=0.5)
-        return SimpleNamespace(bytes=7, bytes_all=7, findings=[], report=report)
+        return LiveCheckProgress(bytes=7, bytes_all=7, report=CheckReport(seconds=0.5))
 
     def end_check(self, check_id: int) -> None:
         del self.checks[check_id]

@@ -12,7 +12,6 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,7 +21,7 @@ from memd.attach import AttachListener, send_session
 from memd.peers import Peer, Peers, Session
 from memd_native import PROTOCOL_OLDEST, PROTOCOL_VERSION
 from memd_proto.v1 import attach_pb2
-from tests.unit.fake_native import FakeServer, as_server
+from tests.unit.fake_native import FakeServer, KeptSession, as_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -300,7 +299,7 @@ def test_closed_steps_are_made_once_the_sessions_of_the_dead_have_ended(
     server = FakeServer()
     job = server.open_job("job", uid=os.getuid())
     kept = [
-        SimpleNamespace(
+        KeptSession(
             session_id=server.attach(job.job_id).session_id,
             job_id=job.job_id,
             pid=pid,

@@ -235,7 +235,7 @@ def test_a_drive_that_would_write_the_file_for_too_long_is_refused_before_it_doe
     now = [0.0]
 
     class SlowBench:
-        def __init__(self, folder: str, *, bytes: int) -> None:
+        def __init__(self, directory: str, *, bytes: int) -> None:
             written.append(bytes)
             now[0] += bytes / (4 * MIB)  # 4 MiB/s: 64 s for the file
 

@@ -13,6 +13,7 @@ from memd.refusal import Refused, StatusCode
 from memd.service.ranks import RankCall, RankCalls, merged_step, refuse_other_counts
 from memd_native import StatusError
 from memd_proto.v1 import session_pb2
+from tests.unit.fake_native import RanksReport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,12 +24,6 @@ if TYPE_CHECKING:
 NAMES = ["rank 0 of 2 (process 7)", "rank 1 of 2 (process 8)"]
 
 
-class Report:
-    def __init__(self, start: int) -> None:
-        self.start = start
-        self.names = NAMES
-
-
 class Ranks:
     """The part of Server that tells who the ranks are."""
 
@@ -36,11 +31,11 @@ class Ranks:
         self.start = 1
         self.left: StatusError | None = None
 
-    def ranks(self, session_id: int) -> Report:
+    def ranks(self, session_id: int) -> RanksReport:
         del session_id
         if self.left is not None:
             raise self.left
-        return Report(self.start)
+        return RanksReport(self.start, NAMES, [1, 2])
 
 
 class Waited:

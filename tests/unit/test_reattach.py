@@ -100,7 +100,7 @@ class World:
             raise memd_client.UnknownName("this connection has no session 7")
         return "answered"
 
-    def lease(self) -> str:
+    def leased(self) -> str:
         if self.is_suspended or cast("FakeConnection", self.reattach.connection).is_closed_there():
             raise memd_client.DaemonUnavailable("the daemon has ended")
         return "leased"
@@ -162,7 +162,7 @@ def test_a_daemon_that_cannot_take_the_session_yet_is_asked_again(
 ) -> None:
     getattr(world, what).extend([failure, failure])
     world.restart()
-    assert world.reattach.calling(world.lease, lease=True) == "leased"
+    assert world.reattach.calling(world.leased, lease=True) == "leased"
     assert world.reattach.calling(world.call) == "answered"
     assert world.reattach.epoch == 1
     assert [connection.is_closed_here for connection in world.connections[:-1]] == [True] * (
@@ -181,13 +181,13 @@ def test_a_daemon_that_took_no_session_in_time_is_asked_by_every_later_call(
         raise CAPACITY
 
     world.during_attach = refuse
-    for call, lease in ((world.lease, True), (world.call, False)):
+    for call, lease in ((world.leased, True), (world.call, False)):
         with pytest.raises(
             memd_client.DaemonUnavailable, match=r"is back and has not taken.*too many short"
         ):
             world.reattach.calling(call, lease=lease)
     world.during_attach = lambda: None
-    assert world.reattach.calling(world.lease, lease=True) == "leased"
+    assert world.reattach.calling(world.leased, lease=True) == "leased"
     assert world.reattach.calling(world.call) == "answered"
 
 
@@ -275,7 +275,7 @@ def test_another_threads_call_that_meets_the_next_daemon_too_early_is_made_again
 def test_calls_and_segments_wait_while_another_thread_re_attaches(world: World) -> None:
     others = [
         Other(lambda: world.reattach.calling(world.call)),
-        Other(lambda: world.reattach.calling(world.lease, lease=True)),
+        Other(lambda: world.reattach.calling(world.leased, lease=True)),
         Other(lambda: world.reattach.segments(SESSION, 3)),
     ]
     met: list[list[Any]] = []
@@ -501,4 +501,4 @@ def test_a_forked_child_does_not_re_attach(world: World, is_away: bool) -> None:
     assert world.reattach.calling(world.call) == "answered"
     (child,) = children
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert world.reattach.calling(world.lease, lease=True) == "leased"
+    assert world.reattach.calling(world.leased, lease=True) == "leased"
