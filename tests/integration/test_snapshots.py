@@ -292,7 +292,9 @@ def test_the_next_daemon_has_them_and_each_check_reads_them(daemons: Daemons) ->
     assert online["jobs"] == offline["jobs"]
 
 
-def test_a_lost_snapshot_is_named_by_each_check_and_its_job_stays_known(daemons: Daemons) -> None:
+def test_a_lost_snapshot_is_named_by_each_check_and_its_job_stays_known(
+    daemons: Daemons, tmp_path: Path
+) -> None:
     daemon = daemons.start(name="damaged", environ={"MEMD_SCRUB": "0"})
     training = Training(daemon, "job")
     training.train()
@@ -320,6 +322,9 @@ def test_a_lost_snapshot_is_named_by_each_check_and_its_job_stays_known(daemons:
             ("second", 2, False),
         ]
     assert "  snapshot first: LOST, step 1" in memd(daemon, "check", status=3).stdout
+    for command, argument in (("restore", "--yes"), ("export", str(tmp_path / "exported"))):
+        refused = memd(daemon, "snapshot", command, "job", "first", argument, status=3).stderr
+        assert "snapshot first of job job is not whole any more" in refused
     memd(daemon, "snapshot", "drop", "job", "first", "--yes")
     training = Training(daemon, "job")
     training.train()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import subprocess
 import sys
 import tomllib
@@ -350,6 +352,20 @@ def test_a_job_is_listed_shown_and_dropped(server: FakeServer, tmp_path: Path) -
     assert "use --force" in refused.output
     assert memd("job", "drop", "gpt", "--force", "--yes", *socket).output == "dropped gpt\n"
     assert json.loads(memd("job", "list", "--json", *socket).output) == []
+
+
+def test_users_are_named_where_this_machine_knows_them(server: FakeServer, tmp_path: Path) -> None:
+    known = pwd.getpwuid(os.getuid())
+    taken = {user.pw_uid for user in pwd.getpwall()}
+    unknown = next(uid for uid in range(60000, 65000) if uid not in taken)
+    server.open_job("ours", uid=known.pw_uid)
+    server.open_job("theirs", uid=unknown)
+    socket = ("--socket", str(tmp_path / "memd.sock"))
+    for command in (("status",), ("job", "list"), ("top", "--count", "1")):
+        rows = [line.split() for line in memd(*command, *socket).output.splitlines()]
+        users = {row[0]: row[1] for row in rows if row and row[0] in ("ours", "theirs")}
+        assert users == {"ours": known.pw_name, "theirs": str(unknown)}, command
+    assert memd("job", "show", "ours", *socket).output.splitlines()[1].split()[1] == known.pw_name
 
 
 def test_a_job_that_is_not_there_exits_with_1(server: FakeServer, tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 import tomllib
 from io import BytesIO
@@ -119,6 +121,41 @@ def test_the_first_configuration_has_the_sizes_of_the_defaults(
     }
     defaults = config.Settings()
     assert (configured.settings.host, configured.settings.nvme) == (defaults.host, defaults.nvme)
+
+
+def test_the_packaged_service_reads_fragments_beside_its_configuration(
+    tree: Path, commands: list[str]
+) -> None:
+    """Its own command line and environment, with the package's files where they would be unpacked:
+    what lies in /etc/memd/conf.d wins over the file that the package brings."""
+    (install,) = [line for line in commands if line.endswith("debian/memd/etc/memd/memd.toml")]
+    etc = tree / "debian" / "memd" / "etc"
+    (etc / "memd" / "conf.d").mkdir(parents=True, exist_ok=True)
+    subprocess.run(install, cwd=tree, shell=True, check=True)
+    unit = (tree / "debian" / "memd.service").read_text(encoding="utf-8")
+    (start,) = re.findall(r"^ExecStart=/usr/bin/memd serve (.*)$", unit, re.MULTILINE)
+    variables = dict(re.findall(r"^Environment=(\w+)=(\S+)$", unit, re.MULTILINE))
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MEMD_")}
+
+    def effective() -> dict[str, dict[str, str]]:
+        arguments = start.replace("/etc/", f"{etc}/").split()
+        answer = subprocess.run(
+            [sys.executable, "-m", "memd", "config", *arguments, "--json"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**outside, **variables},
+        )
+        settings: dict[str, dict[str, str]] = json.loads(answer.stdout)
+        return settings
+
+    packaged, fragment = etc / "memd" / "memd.toml", etc / "memd" / "conf.d" / "site.toml"
+    assert effective()["nvme"] == {"value": "10GiB", "origin": str(packaged)}
+    fragment.write_text('nvme = "20GiB"\n')
+    settings = effective()
+    fragment.unlink()
+    assert settings["nvme"] == {"value": "20GiB", "origin": str(fragment)}
+    assert settings["host"] == {"value": "1GiB", "origin": str(packaged)}
 
 
 def test_what_is_packed_by_name_is_there(tree: Path) -> None:
