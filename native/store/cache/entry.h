@@ -61,6 +61,8 @@ struct Slot {
   uint32_t pin_first = 0;
   /// Pins of the daemon itself (gRPC streams), beside those of the sessions; same encoding.
   std::vector<uint32_t> service_pins;
+  /// The writers among them: a lease of a bucket of thousands must not count them one by one.
+  uint32_t service_writer_count = 0;
   /// The shard table may name it: whoever is to free, change or replace it withdraws it first.
   bool is_published = false;
 

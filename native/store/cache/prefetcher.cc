@@ -126,17 +126,16 @@ uint64_t Prefetcher::uses_until_room(const SessionPlan& plan) const {
 }
 
 bool Prefetcher::may_prefetch(const Entry& entry) const {
-  if (entry.kind() != EntryKind::bytes) {
-    // An entry that a step begins with stands still for it. One that it has updated does not.
-    const ShardIds& held = parts_.shards.bucket(entry.owner()).shards;
-    const bool is_in_closed_step = std::any_of(held.begin(), held.end(), [this](uint32_t id) {
-      return parts_.shards[id].contributors.is_sealed();
-    });
-    if (is_in_closed_step && !entry.is_uncommitted()) return false;
-  }
   if (entry.residency() != Residency::absent || entry.task_count() != 0) return false;
   if (entry.bytes() == 0 || entry.prefetch().has_failed() || !entry.is_backed()) return false;
-  return entry.pending() == nullptr && !entry.is_exchanged() && !parts_.is_lost(entry);
+  if (entry.pending() != nullptr || entry.is_exchanged() || parts_.is_lost(entry)) return false;
+  if (entry.kind() == EntryKind::bytes || entry.is_uncommitted()) return true;
+  // An entry that a step begins with stands still for it. One that it has updated does not. The
+  // shards last: a bucket has thousands, and most entries that a plan names are there.
+  const ShardIds& held = parts_.shards.bucket(entry.owner()).shards;
+  return std::none_of(held.begin(), held.end(), [this](uint32_t id) {
+    return parts_.shards[id].contributors.is_sealed();
+  });
 }
 
 void Prefetcher::prefetch(Entry& entry, std::unique_ptr<Slot> slot) {

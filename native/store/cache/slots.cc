@@ -27,9 +27,7 @@ SlotRecord slot_record(const Entry& entry, const Slot& slot, SlotRole role) {
   if (entry.is_uncommitted() && entry.is_resident()) record.residency = Residency::filling;
   record.kind = entry.kind();
   record.owner = entry.kept_owner();
-  record.has_service_writer = std::any_of(slot.service_pins.begin(),
-                                          slot.service_pins.end(),
-                                          [](uint32_t pins) { return pin_writers(pins) != 0; });
+  record.has_service_writer = slot.service_writer_count != 0;
   if (role == SlotRole::pending) record.pending_session = slot.pending_session;
   return record;
 }
@@ -232,12 +230,14 @@ uint32_t Slots::lease_count(const Session& session) const {
 
 void Slots::pin_for_service(Slot& slot, uint32_t index, uint32_t pin) {
   slot.service_pins[index] += pin;
+  slot.service_writer_count += pin_writers(pin);
   ++service_lease_count_;
 }
 
 void Slots::release_service(Slot& slot, uint32_t index, uint32_t pin) {
   --service_lease_count_;
   slot.service_pins[index] -= pin;
+  slot.service_writer_count -= pin_writers(pin);
 }
 
 void Slots::note(const Entry& entry) {
