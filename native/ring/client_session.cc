@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/pause_cpu.h"
 #include "base/streaming_copy.h"
 #include "ring/protocol.h"
 
@@ -48,14 +49,6 @@ std::atomic<uint32_t>* no_pins() {
   void* counters = std::calloc(kPinCount, sizeof(std::atomic<uint32_t>));
   MEMD_CHECK(counters != nullptr);
   return static_cast<std::atomic<uint32_t>*>(counters);
-}
-
-void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-#endif
 }
 
 }  // namespace

@@ -43,6 +43,10 @@ class ServerRing {
   /// claims more entries than the ring has breaks the protocol: `broken()` is true from then on,
   /// and nothing more is taken.
   std::optional<Request> poll();
+  /// Whether poll() would find something new.
+  bool has_request() const {
+    return layout_->header.request_tail.load(std::memory_order_relaxed) != request_head_;
+  }
   bool broken() const { return broken_; }
   /// The client broke the protocol in a way that only its requests show.
   void refuse_client() { broken_ = true; }

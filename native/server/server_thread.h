@@ -92,6 +92,8 @@ class ServerThread {
   void run();
   bool run_commands();
   bool advance_engine();
+  /// Returns once a session asks for something, or after a while.
+  void look_for_requests() const;
   void sleep();
   /// Work in flight, for an error; never empty.
   std::string describe_in_flight();
