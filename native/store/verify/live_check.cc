@@ -101,6 +101,7 @@ void LiveCheck::give_up() {
 
 void LiveCheck::forget() {
   running_ = 0;
+  waiting_.reset();
   findings_.clear();
   counted_.clear();
   for (Verification& lane : lanes_) {
@@ -131,9 +132,9 @@ bool LiveCheck::is_idle() const {
 bool LiveCheck::read_extents() {
   bool more = false;
   for (Verification& lane : lanes_) {
-    if (walk_.at_end()) return false;
+    if (has_walked()) return false;
     if (lane.is_running()) continue;
-    const auto found = walk_.next();
+    const auto found = next_found();
     // There may be more after the places of this turn, which nothing lies at.
     if (!found) return !walk_.at_end();
     if (parts_.extents.is_whole(found->extent, pass_)) {
@@ -141,13 +142,33 @@ bool LiveCheck::read_extents() {
       more = true;
       continue;
     }
+    if (is_being_read(found->extent)) {
+      waiting_ = found->place;
+      return false;
+    }
     lane.begin(*found,
                pass_,
                [this, check_id = running_, found = *found](Verdict verdict, const Status& status) {
                  told(check_id, found, verdict, status);
                });
   }
-  return more && !walk_.at_end();
+  return more && !has_walked();
+}
+
+std::optional<ExtentWalk::Found> LiveCheck::next_found() {
+  if (const auto place = std::exchange(waiting_, std::nullopt)) {
+    // Its job may have gone on meanwhile, or away.
+    if (const auto extent = parts_.places.find(*place)) {
+      return ExtentWalk::Found{.place = *place, .extent = *extent};
+    }
+  }
+  return walk_.next();
+}
+
+bool LiveCheck::is_being_read(const ExtentRecord& extent) const {
+  return std::any_of(lanes_.begin(), lanes_.end(), [&](const Verification& lane) {
+    return lane.is_running() && lane.extent() == extent;
+  });
 }
 
 void LiveCheck::count(const ExtentWalk::Found& found, bool is_read) {
@@ -264,7 +285,7 @@ void LiveCheck::volume_done() {
 
 bool LiveCheck::is_done() const {
   const bool superblocks_done = !request_.whole || volumes_.size() == parts_.extents.device_count();
-  return superblocks_done && walk_.at_end() && is_idle();
+  return superblocks_done && has_walked() && is_idle();
 }
 
 LiveCheck::Counted LiveCheck::counted(uint64_t job_id, uint64_t snapshot_id) const {

@@ -68,6 +68,10 @@ class LiveCheck {
   };
 
   bool read_extents();
+  std::optional<ExtentWalk::Found> next_found();
+  bool has_walked() const { return walk_.at_end() && !waiting_; }
+  /// For another place that names it.
+  bool is_being_read(const ExtentRecord& extent) const;
   /// Counts what lies at the place. `is_read`: for this place, and for no other of the same extent.
   void count(const ExtentWalk::Found& found, bool is_read);
   void told(uint64_t check_id,
@@ -91,6 +95,7 @@ class LiveCheck {
   const Clock& clock_;
   ExtentWalk walk_;
   std::vector<Verification> lanes_;
+  std::optional<ExtentPlace> waiting_;  // its extent is being read for another place
 
   uint64_t id_next_ = 1;
   uint64_t running_ = 0;  // its number; 0: none runs

@@ -43,6 +43,7 @@ class Verification {
   /// the next one.
   void begin(const ExtentWalk::Found& found, uint32_t pass, Told told);
   bool is_running() const { return told_ != nullptr; }
+  const ExtentRecord& extent() const { return found_.extent; }
   /// The state of one that does not run.
   void free_memory() { buffer_.reset(); }
 
