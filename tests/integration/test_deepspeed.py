@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from torch import nn
 
@@ -13,9 +14,8 @@ import memd_client
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
 
-
+@pytest.mark.more
 def test_a_configuration_trains_with_torchs_bits(
     tmp_path: Path, disk_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -55,6 +56,7 @@ def losses(
     return found
 
 
+@pytest.mark.more
 def test_a_quantised_model_larger_than_the_pool_trains_over_a_daemon_s_death() -> None:
     reference = build()
     plain = torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True)

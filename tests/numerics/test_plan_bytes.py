@@ -341,13 +341,17 @@ def test_a_use_without_a_size_is_refused() -> None:
 STEP_BYTES_TEST = Path(__file__).parents[2] / "build/release/step_bytes_test"
 
 
+PACES = ["slow", "hasty", "overlapped"]
+KINDS = [*PACES, "every_10"]
+
+
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What the store moved a step, by the name of the training."""
     path = tmp_path_factory.mktemp("counted") / "step_bytes.json"
     environment = {**os.environ, "GTEST_OUTPUT": f"json:{path}"}
     subprocess.run(
-        [STEP_BYTES_TEST, "--gtest_filter=*StepBytes*"],
+        [STEP_BYTES_TEST, f"--gtest_filter={':'.join(f'*StepBytes*{kind}' for kind in KINDS)}"],
         check=True,
         capture_output=True,
         env=environment,
@@ -360,7 +364,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     }
 
 
-@pytest.mark.parametrize("pace", ["slow", "hasty", "overlapped"])
+@pytest.mark.parametrize("pace", PACES)
 @pytest.mark.parametrize("cache", ["quarter", "eighth"])
 def test_the_store_moves_at_most_a_twentieth_more_than_the_bound(
     counted: dict[str, dict[str, Any]], cache: str, pace: str

@@ -51,6 +51,7 @@ def test_without_their_environment_peers_are_no_silent_absence(
     assert "run tests/bench/peers/set_up.sh first" in capsys.readouterr().err
 
 
+@pytest.mark.more
 def test_a_small_comparison_runs(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(bench_adam.__file__)), "--elements", "100K", "--threads"]
     command += ["1", "--peers", "torch", "--rounds", "2", "--json", str(tmp_path / "out.json")]
