@@ -17,7 +17,7 @@ from memd.bench.figures import HEADER, Figure, row
 from memd.bench.hash import hash_figures
 from memd.bench.io import io_figures
 from memd.bench.machine import describe_machine, file_system
-from memd.demo.quantities import CountParameter, FractionParameter
+from memd.demo.quantities import CountParameter, FractionParameter, IntegerParameter
 from memd.printing import print_json, print_table
 from memd.sizes import format_size, parse_size
 from memd.volumes import progress_bar
@@ -31,7 +31,7 @@ _DURABILITY = re.compile(r"step|none|every:[1-9]\d*")
 _FACTORS = {"": 1, "K": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
 
-class Size(click.ParamType[int]):
+class Size(IntegerParameter):
     name = "size"
 
     def convert(
@@ -45,7 +45,7 @@ class Size(click.ParamType[int]):
             self.fail(str(error), parameter, context)
 
 
-class Count(click.ParamType[int]):
+class Count(IntegerParameter):
     """ "100M": how many elements."""
 
     name = "count"

@@ -1,11 +1,17 @@
 """Counts and fractions as people write them, and all of the demo's quantities as arguments."""
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from memd.sizes import parse_size
+
+if TYPE_CHECKING:
+    IntegerParameter = click.ParamType[int]
+    NumberParameter = click.ParamType[float]
+else:  # in click 8.1 the class has no parameter
+    IntegerParameter = NumberParameter = click.ParamType
 
 _COUNT_OF_SUFFIX = {"K": 10**3, "M": 10**6, "B": 10**9}
 
@@ -25,7 +31,7 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
-class SizeParameter(click.ParamType[int]):
+class SizeParameter(IntegerParameter):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
@@ -35,7 +41,7 @@ class SizeParameter(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
-class CountParameter(click.ParamType[int]):
+class CountParameter(IntegerParameter):
     name = "count"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
@@ -45,7 +51,7 @@ class CountParameter(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
-class FractionParameter(click.ParamType[float]):
+class FractionParameter(NumberParameter):
     """ "1/4" or "0.25", above 0 and at most 1."""
 
     name = "fraction"
