@@ -7,6 +7,7 @@
 # make soak        the long runs: hundreds of kills, a million power cuts; goes on where it was ended   ARGS="--list"
 # make mutants     plants the bugs of tests/mutants/bugs.toml, one after the other, and sees that the tests catch each   ARGS="--only lease"
 # make sanitize    the native tests under AddressSanitizer with UBSan, then under ThreadSanitizer
+# make matrix      tests with each interpreter at hand, and the oldest and newest packages that pyproject.toml admits (an hour)   ARGS="--only 3.12-lowest"
 # make lint        formatting, spelling, types; `make format` cures the first
 # make tidy        clang-tidy (slow)
 # make house       methods, public data and files of each class, lengths of functions, and what breaks a limit
@@ -25,7 +26,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-more conformance bench peers soak mutants sanitize lint format tidy house regenerate manual wheels try-wheels deb try-deb try-containers operator clean distclean
+.PHONY: help demo test test-more conformance bench peers soak mutants sanitize matrix lint format tidy house regenerate manual wheels try-wheels deb try-deb try-containers operator clean distclean
 
 export PYTHON TORCH TORCH_INDEX
 
@@ -113,6 +114,11 @@ sanitize:
 	    for program in $(SANITIZED); do build/$$sanitizer/$$program --gtest_brief=1; done; \
 	  fi; \
 	done
+
+# .venv runs it; interpreters and packages that are tested are in build/matrix.
+matrix:
+	@$(SETUP) demo
+	$(IN_VENV) python -m tests.compat.matrix $(ARGS)
 
 lint:
 	@$(SETUP) lint
