@@ -22,7 +22,7 @@ STUB = ROOT / "native" / "python" / "memd_native" / "_core.pyi"
 CALLS = ROOT / "client" / "memd_client" / "connection" / "calls.py"
 NATIVE = "tests/unit/fake_native.py"
 SESSION = "tests/unit/fake_session.py"
-# What fake_native.py keeps its bytes in.
+# fake_native.py keeps its bytes in these.
 OWN_RECORDS = {"Shard", "Job"}
 OTHER_NAMES = {
     "FakeServer": "Server",
@@ -137,7 +137,7 @@ def drift(
     own: Collection[str] = (),
     with_constructor: bool = False,
 ) -> list[str]:
-    """What of the fake is not as the native class has it."""
+    """Differences of the fake from the native class, a line each."""
     ours = members_of(fake, with_constructor=with_constructor)
     theirs = members_of(native, with_constructor=with_constructor)
     is_record = all(text.startswith(":") for text in theirs.values())
