@@ -6,8 +6,6 @@ import re
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-import torch
-
 import memd_native
 from memd_client.base.address import EmbeddedAddress, UnixAddress, parse_address
 from memd_client.base.interrupts import defer_interrupts
@@ -15,19 +13,22 @@ from memd_client.base.sizes import parse_size
 from memd_client.connection.attach import AttachConnection
 from memd_client.connection.control import Control
 from memd_client.connection.embedded import embedded_daemon
-from memd_client.connection.launcher import refuse_others, warn_of_kept_store
 from memd_client.connection.reattach import Reattach, ReattachingControl, reattach_seconds
 from memd_client.core.job import Job
 from memd_client.core.leases import Leases
-from memd_client.core.ranks import Ranks
-from memd_client.errors import InvalidArgument, MemdError, NotYet
+from memd_client.core.rank_group import RankGroup
+from memd_client.errors import InUse, InvalidArgument, MemdError, NotYet
 from memd_client.session import Session
 from memd_native.protocol import SPOKEN
 from memd_proto.v1 import session_pb2, types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from datetime import timedelta
+
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from memd_client.core.ranks import Ranks
 
 
 def connect(
@@ -36,6 +37,7 @@ def connect(
     job: str,
     rank: int | None = None,
     world_size: int | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
     host_bytes: int | str | None = None,
     nvme_bytes: int | str | None = None,
     durability: str | None = None,
@@ -51,10 +53,14 @@ def connect(
         job: its name. Users do not share names.
         rank, world_size: default to torch.distributed's, or 0 and 1. Where the environment's
             WORLD_SIZE is above 1 there is a process group, or `world_size=1` says that this process
-            works alone. All ranks of the default process group call this together, with the same
-            arguments and one daemon: they are on one node. They wait for each other, here and in
-            every call that they make together, as long as in that group: the `timeout` of
-            `init_process_group`, half an hour by default.
+            works alone.
+        process_group: the ranks that train the job and average its gradients: the default process
+            group, or another one, or a DeviceMesh of one dimension, such as `mesh["dp"]`. All of
+            them call this together, with the same arguments and one daemon: they are on one node.
+            They wait for each other, here and in every call that they make together, as long as in
+            that group: the `timeout` of `init_process_group`, half an hour by default. Ranks of
+            another group, as those with other parts of tensor-parallel layers, train a job of
+            another name.
         host_bytes, nvme_bytes: the quotas of a new job: bytes, or a string such as "4GiB". Default:
             half of what is free, or all of it on an `embedded:` daemon.
         durability: when a step reaches the disk. "step", the default of a new job: before it is
@@ -74,7 +80,8 @@ def connect(
         InvalidArgument, NotYet: an argument is not possible, or not yet; or the daemon has another
             protocol version.
     """
-    ranks = _ranks(*_place(rank, world_size))
+    group = RankGroup.find(process_group, rank, world_size)
+    ranks = group.meet()
     request = session_pb2.AttachRequest(
         protocol_range=types_pb2.ProtocolRange(oldest=SPOKEN.oldest, newest=SPOKEN.newest),
         job=job,
@@ -107,21 +114,30 @@ def connect(
     }
     try:
         ranks.refuse_different(arguments, "connect", look=look)
-        return _connected(found[0], request, ranks)
+        return _connected(found[0], request, ranks, is_part=group.is_part)
     except BaseException:
         ranks.end()
         raise
 
 
 def _connected(
-    where: UnixAddress | EmbeddedAddress, request: session_pb2.AttachRequest, ranks: Ranks
+    where: UnixAddress | EmbeddedAddress,
+    request: session_pb2.AttachRequest,
+    ranks: Ranks,
+    *,
+    is_part: bool,
 ) -> Session:
     """All ranks call it, with what they attach by."""
     defer_interrupts()
     made: list[Session] = []
 
     def attach() -> session_pb2.AttachResponse:
-        attached, session = _attach(where, request, ranks)
+        try:
+            attached, session = _attach(where, request, ranks)
+        except InUse as error:
+            if not is_part:
+                raise
+            raise InUse(f"{error}; each process group trains a job of another name") from error
         made.append(session)
         return attached
 
@@ -215,59 +231,6 @@ def _durability(text: str | None) -> str:
             f'durability is "step", "every:k" with k from 1 to 2147483648, or "none": {text!r}'
         )
     return text
-
-
-def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Rank and world size.
-
-    Raises:
-        InvalidArgument: there is no such rank, or no process group that has it.
-    """
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if rank is None:
-        rank = torch.distributed.get_rank() if distributed else 0
-    if world_size is None and not distributed:
-        refuse_others()
-    if world_size is None:
-        world_size = torch.distributed.get_world_size() if distributed else 1
-    if not 0 <= rank < world_size:
-        raise InvalidArgument(
-            f"rank is from 0 to world_size - 1: rank {rank}, world_size {world_size}"
-        )
-    if world_size == 1:
-        return rank, world_size
-    if not distributed:
-        raise InvalidArgument(
-            f"world_size is {world_size}, and no process group says who averages gradients; call "
-            "torch.distributed.init_process_group() before connect()"
-        )
-    group = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if (rank, world_size) != group:
-        raise NotYet(
-            "in this version all ranks of the default process group train a job, or one process "
-            f"does: rank {rank} of {world_size}, and the group says {group[0]} of {group[1]}"
-        )
-    return rank, world_size
-
-
-def _ranks(rank: int, world_size: int) -> Ranks:
-    """All ranks call it."""
-    if world_size == 1:
-        return Ranks()
-    warn_of_kept_store()
-    limit = _limit()
-    group = torch.distributed.new_group(backend="gloo", timeout=limit)
-    return Ranks(rank, world_size, group, limit_s=limit.total_seconds())
-
-
-def _limit() -> timedelta:
-    """That of the default process group."""
-    group = torch.distributed.group.WORLD
-    assert group is not None  # `_place` has seen it
-    devices = group._device_types
-    device = torch.device("cpu") if torch.device("cpu") in devices else devices[0]
-    found: timedelta = group._get_backend(device).options._timeout
-    return found
 
 
 def _refuse_for_ranks(where: UnixAddress | EmbeddedAddress, *, shared_memory: bool) -> None:

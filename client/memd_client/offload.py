@@ -23,6 +23,7 @@ from memd_client.base.overlaps import refuse_overlaps
 from memd_client.base.sizes import UPDATE_BYTES, format_size
 from memd_client.base.storage_uses import USES_OF_ONE, storage_uses
 from memd_client.connection.shard import TIERS, Shard, bytes_name, bytes_spec, shard_spec
+from memd_client.core.rank_group import RankGroup
 from memd_client.core.tied_names import store_tied_names
 from memd_client.device.model_on_device import ModelOnDevice, usable_device
 from memd_client.errors import CapacityError, InvalidArgument, NotYet
@@ -45,10 +46,14 @@ from memd_proto.v1 import types_pb2
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
     from memd_client.base.mapped_files import FileBytes
     from memd_client.core.job import Job
     from memd_client.core.leases import Leases
     from memd_client.core.rank_gradients import RankGradients
+    from memd_client.core.ranks import Ranks
     from memd_client.parameters.unnamed import UnnamedParameters
     from memd_client.session import Session
 
@@ -69,6 +74,7 @@ def offload(
     device_bytes: int | str | None = None,
     activations: str | None = None,
     strict: bool = True,
+    process_group: ProcessGroup | DeviceMesh | None = None,
 ) -> ModuleT:
     """Moves the parameters of `module` into memd, in place, and returns the module. They are in
     memory only while they are used; the module's code does not change. If the job already has
@@ -106,6 +112,7 @@ def offload(
         strict: if the job held parameters before this session, it must have those of `module`, and
             by the first step modules and optimizers of this session must have claimed all that it
             held. False: new parameters keep their own values, others stay as they are.
+        process_group: as in `connect`, where it says who averages gradients: the same ranks.
 
     Raises:
         InvalidArgument, NotYet: a parameter or argument that can't be offloaded; or the job has
@@ -130,6 +137,8 @@ def offload(
     job = session.transaction.job
     _ = job.leases  # needs shared memory
     ranks = job.ranks
+    if process_group is not None:
+        _refuse_other_group(RankGroup.find(process_group), ranks)
     if not ranks.are_several:
         return _offload(module, session, tier=tier, strict=strict, to=(place, device_bytes))
     if place is not None:
@@ -145,6 +154,14 @@ def offload(
     # Weakly: a copy of the module is no copy of the session.
     module.register_forward_pre_hook(partial(_begin_forward, ref(job.rank_gradients)))
     return module
+
+
+def _refuse_other_group(group: RankGroup, ranks: Ranks) -> None:
+    if list(group.members) != ranks.members:
+        raise InvalidArgument(
+            f"process_group has ranks {list(group.members)}, and the session ranks "
+            f"{ranks.members}, which average gradients; pass it to connect()"
+        )
 
 
 @untraced

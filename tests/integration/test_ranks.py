@@ -379,7 +379,7 @@ def test_what_ranks_may_not_do_is_one_sentence_on_each(daemon: Daemon, tmp_path:
     words = {
         "embedded": "InvalidArgument: an embedded: daemon is private",
         "settings": "InvalidArgument: all ranks connect alike, and job differs",
-        "world": "NotYet: in this version all ranks of the default process group",
+        "world": "NotYet: in this version all ranks of a process group train a job",
         "models": "InvalidArgument: all ranks offload alike, and 'weight' differs",
         "wrapped": "InvalidArgument: Linear is offloaded by several ranks",
         "early": "NotYet: step_in_backward=True with several ranks",

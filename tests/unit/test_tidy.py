@@ -37,8 +37,16 @@ CLIENT_PACKAGES = {
         *("control", "snapshot_reading", "reattach"),
     ),
     "core": (
-        *("backward", "ranks", "rank_calls", "rank_changes", "gradient_order", "registration"),
-        *("parameter_leases", "devices", "leases", "rank_gradients", "tensor_streams", "registry"),
+        *("backward", "ranks", "rank_group", "rank_calls", "rank_changes", "gradient_order"),
+        *(
+            "registration",
+            "parameter_leases",
+            "devices",
+            "leases",
+            "rank_gradients",
+            "tensor_streams",
+            "registry",
+        ),
         *("snapshot_reader", "temporary_snapshots", "job_store", "tied_names", "first_values"),
         *("held_names", "open_steps", "steps", "moving_moments", "old_state", "load", "old_loads"),
         *("job", "name_uses", "blobs"),

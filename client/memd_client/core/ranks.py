@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,11 +27,20 @@ class Ranks:
     """
 
     def __init__(
-        self, rank: int = 0, world_size: int = 1, group: Any = None, *, limit_s: float = _LIMIT_S
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        group: Any = None,
+        *,
+        members: Sequence[int] | None = None,
+        limit_s: float = _LIMIT_S,
     ) -> None:
+        """`members`: the ranks of the default process group that they are, by rank of the job; by
+        default all of them."""
         self._rank = rank
         self._world_size = world_size
         self._group = group
+        self._members = list(range(world_size) if members is None else members)
         self._limit_s = limit_s
         self._call_count = 0
 
@@ -43,6 +51,11 @@ class Ranks:
     @property
     def world_size(self) -> int:
         return self._world_size
+
+    @property
+    def members(self) -> list[int]:
+        """Their ranks in the default process group, by rank of the job."""
+        return self._members
 
     @property
     def limit_s(self) -> float:
@@ -108,7 +121,8 @@ class Ranks:
         """`size` bytes of each rank, zeros where it has fewer."""
         own = torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8)
         pieces = [torch.empty_like(own) for _ in range(self._world_size)]
-        torch.distributed.all_gather(pieces, own, group=self._group)
+        # torch.distributed.all_gather() has no error for a group that it has not made itself.
+        self._group.allgather([pieces], [own]).wait()
         return [piece.numpy().tobytes() for piece in pieces]
 
     def together(self, make: Callable[[], T], what: str) -> list[T]:
@@ -205,17 +219,13 @@ class Ranks:
         """Into `tensor`, which is dense and on the CPU: the first rank's."""
         if not self.are_several:
             return
-        source = torch.distributed.get_global_rank(self._group, 0)
         try:
-            torch.distributed.broadcast(tensor, source, group=self._group)
+            self._group.broadcast(tensor, 0).wait()
         except RuntimeError as error:
             raise self._unanswered(what, error) from error
 
     def end(self) -> None:
         """Ends this rank's group with the others."""
-        if self._group is not None and torch.distributed.is_initialized():
-            with suppress(ValueError):  # the user has ended all groups, and begun others
-                torch.distributed.destroy_process_group(self._group)
         self._group = None
 
     def _raise_first(self, own: Exception | None, texts: Sequence[str], what: str) -> None:

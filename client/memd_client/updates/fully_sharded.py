@@ -55,11 +55,12 @@ def range_of(parameter: torch.Tensor, name: str, job: Job) -> Range:
         )
     ranks = job.ranks
     over = parameter.device_mesh.mesh.tolist()
-    if over != list(range(ranks.world_size)):
+    if over != ranks.members:
         _refuse(
             name,
             f"sharded over a mesh of ranks {over}; memd takes one dimension of all ranks of the "
-            f"job, {list(range(ranks.world_size))}: call fully_shard() without mesh",
+            f"job, {ranks.members}: call fully_shard() without mesh, or give fully_shard(mesh=...) "
+            "and connect(process_group=...) the same one-dimensional mesh",
         )
     if parameter.placements != (Shard(0),):
         _refuse(
