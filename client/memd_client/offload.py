@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memd_client.base.dtypes import FROZEN_DTYPES
 from memd_client.base.dynamo import untraced
@@ -44,7 +45,7 @@ from memd_client.updates.targets import owner_of
 from memd_proto.v1 import types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16)
+# torch's type for it would make mypy take the rest for unreachable.
+_is_made_of_others: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
 # Value, remainder and moments of an element.
 _UPDATED_BYTES = 12
 _CLASSES = Classes(away=AwayParameter, in_place=InPlaceParameter)
@@ -339,6 +342,12 @@ def _refuse_parameter(
         raise InvalidArgument(
             f"parameter {name!r} is offloaded already, as {entry.shard.label!r} of job "
             f"{entry.job.name!r}"
+        )
+    if _is_made_of_others(parameter):
+        raise InvalidArgument(
+            f"parameter {name!r} is a {type(parameter).__name__}, as fully_shard() makes them, and "
+            "offload() takes whole ones: offload a module that has none of these, and give these "
+            "to memd_client.AdamW as they are"
         )
     if type(parameter) is not nn.Parameter and record is None:
         raise InvalidArgument(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import faulthandler
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,11 @@ from tests.integration.rank_programs import (
     STEPS,
     Branching,
     Tied,
+    average,
+    batch,
     batches,
     error_of,
+    from_first_rank,
     main,
 )
 
@@ -352,6 +355,80 @@ def ignored(address: str) -> dict[str, Any]:
     return found
 
 
+class Dtypes(nn.Module):
+    """Layers of two dtypes, and a frozen one of a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(16, 16).to(torch.float64).requires_grad_(False)
+        self.first = nn.Linear(16, 32).bfloat16()
+        self.last = nn.Linear(32, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found = self.frozen(tokens[:, :16].double() / 50)
+        found = self.last(self.first(found.bfloat16()).tanh().float())
+        loss: torch.Tensor = found.square().mean()
+        return loss
+
+
+class Masters:
+    """torch's fused AdamW over float32 copies of bfloat16 shards."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._pairs = [(each, nn.Parameter(local(each).float())) for each in parameters]
+        self._optimizer = torch.optim.AdamW([own for _, own in self._pairs], lr=RATE, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, own in self._pairs:
+            assert parameter.grad is not None
+            own.grad = local(parameter.grad).float()
+        self._optimizer.step()
+        for parameter, own in self._pairs:
+            local(parameter).copy_(own)
+            parameter.grad = None
+
+
+def dtypes(address: str) -> dict[str, Any]:
+    """Layers of several dtypes, each sharded by itself: differences to torch. Sharded together,
+    torch refuses them."""
+    torch.manual_seed(0)
+    made = Dtypes()
+    models = (copy.deepcopy(made), made)
+    for each in models:
+        for layer in (each.frozen, each.first, each.last):
+            fully_shard(layer)
+    masters = Masters([each for each in models[0].parameters() if each.requires_grad])
+    found: dict[str, Any] = {"differences": []}
+    with memd_client.connect(address, job="dtypes", fresh=True, **QUOTAS) as session:
+
+        def optimizer_of(*modules: nn.Module) -> memd_client.AdamW:
+            named = [
+                (f"{at}.{name}", each)
+                for at, module in enumerate(modules)
+                for name, each in module.named_parameters()
+            ]
+            return memd_client.AdamW(named, lr=RATE, session=session)
+
+        found["frozen"] = error_of(partial(optimizer_of, models[1].frozen))
+        optimizer = optimizer_of(models[1].first, models[1].last)
+        for step in range(STEPS):
+            losses = [each(batch(step)) for each in models]
+            for each in losses:
+                each.backward()
+            masters.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            if float(losses[0].detach()) != float(losses[1].detach()):
+                found["differences"].append(f"step {step}")
+        found["differences"] += different(values(models[1]), values(models[0]))
+        found["step"] = session.committed_step
+        together: Any = fully_shard(Dtypes())
+        found["together"] = error_of(partial(together, batch(0)))
+        distributed.barrier()
+    return found
+
+
 @contextmanager
 def connected(address: str) -> Iterator[memd_client.Session]:
     with memd_client.connect(address, job="refused", fresh=True, **QUOTAS) as session:
@@ -408,7 +485,194 @@ def refused(address: str) -> dict[str, Any]:
     return found
 
 
-PROGRAMS: tuple[Callable[[str], dict[str, Any]], ...] = (bits, saved, committed, ignored, refused)
+class Beside(nn.Module):
+    """A body that is sharded, between layers that are offloaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.ModuleDict({"embedding": nn.Embedding(50, 32), "head": nn.Linear(32, 50)})
+        self.body = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found = self.outer["head"](self.body(self.outer["embedding"](tokens[:, :-1])))
+        return nn.functional.cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def parts(self) -> list[nn.Module]:
+        return [self.outer, self.body]
+
+    def shard(self, *, with_root: bool) -> None:
+        for layer in (self.body[0], self.body[2], self.body):
+            fully_shard(layer)
+        if with_root:
+            fully_shard(self, ignored_params=set(self.outer.parameters()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pairing:
+    """How offloaded and sharded modules are trained together."""
+
+    is_sharded_first: bool = False
+    with_root: bool = False  # which ignores what is offloaded
+    optimizer_count: int = 1
+    clip: float | None = None
+    micro_count: int = 1
+    scale: float | None = None
+
+
+PAIRINGS = {
+    "one optimizer": Pairing(),
+    "sharded first": Pairing(is_sharded_first=True),
+    "root": Pairing(with_root=True),
+    "root first": Pairing(with_root=True, is_sharded_first=True),
+    "two optimizers": Pairing(optimizer_count=2),
+    "clipped": Pairing(optimizer_count=2, clip=0.05),
+    "accumulated": Pairing(micro_count=3),
+    "scaled": Pairing(scale=1024.0),
+    "scaled, two optimizers": Pairing(optimizer_count=2, scale=1024.0),
+    "scaled, clipped": Pairing(optimizer_count=2, scale=1024.0, clip=0.05),
+}
+
+
+class Paired:
+    """Trains a `Beside`. The reference averages the gradients of what is not sharded by hand."""
+
+    def __init__(
+        self,
+        model: Beside,
+        optimizers: list[Any],
+        pairing: Pairing,
+        session: memd_client.Session | None,
+    ) -> None:
+        self.model = model
+        self._optimizers = optimizers
+        self._pairing = pairing
+        self._session = session
+        self._scaler = torch.amp.GradScaler(
+            "cpu", init_scale=pairing.scale or 1.0, growth_interval=2
+        )
+
+    def step(self, step: int) -> list[float]:
+        pairing, scaler = self._pairing, self._scaler
+        found = []
+        for micro, tokens in enumerate(batches(step, pairing.micro_count)):
+            is_last = micro == pairing.micro_count - 1
+            body: Any = self.model.body
+            body.set_requires_gradient_sync(is_last)
+            with nullcontext() if is_last or self._session is None else self._session.no_sync():
+                loss = self.model(tokens)
+                found.append(float(loss.detach()))
+                if pairing.scale is not None and step == 2 and distributed.get_rank():
+                    loss = loss * float("inf")
+                (loss if pairing.scale is None else scaler.scale(loss)).backward()
+        if self._session is None:
+            average(self.model.outer)
+        for optimizer in self._optimizers:
+            if pairing.clip is not None:
+                if pairing.scale is not None:
+                    scaler.unscale_(optimizer)
+                found.append(self._clip(optimizer, pairing.clip))
+            if pairing.scale is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+        if pairing.scale is not None:
+            scaler.update()
+            found.append(scaler.get_scale())
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        return found
+
+    def _clip(self, optimizer: Any, bound: float) -> float:
+        if self._session is not None:
+            return float(optimizer.clip_grad_norm_(bound))
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        norm: Any = nn.utils.clip_grad_norm_(parameters, bound)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _reference(model: Beside, pairing: Pairing) -> Paired:
+    model.shard(with_root=pairing.with_root)
+    from_first_rank(model.outer)
+    # torch's kernel takes no group of both kinds.
+    groups = [{"params": list(part.parameters())} for part in model.parts()]
+    # Nor has torch a GradScaler for an optimizer of both.
+    is_apart = pairing.optimizer_count > 1 or pairing.scale is not None
+    parts = [[each] for each in groups] if is_apart else [groups]
+    made = [torch.optim.AdamW(part, lr=RATE, fused=True) for part in parts]
+    return Paired(model, made, pairing, None)
+
+
+def _paired(model: Beside, pairing: Pairing, session: memd_client.Session) -> Paired:
+    if pairing.is_sharded_first:
+        model.shard(with_root=pairing.with_root)
+    memd_client.offload(model.outer, session)
+    if not pairing.is_sharded_first:
+        model.shard(with_root=pairing.with_root)
+    named = [model] if pairing.optimizer_count == 1 else model.parts()
+    made = [memd_client.AdamW(part.named_parameters(), lr=RATE, session=session) for part in named]
+    return Paired(model, made, pairing, session)
+
+
+def beside(address: str) -> dict[str, Any]:
+    """Differences to torch of each pairing, and of a job that goes on."""
+    found: dict[str, Any] = {}
+    for name, pairing in PAIRINGS.items():
+        torch.manual_seed(0)
+        model = Beside()
+        reference = _reference(copy.deepcopy(model), pairing)
+        differences = []
+        for is_fresh in (True, False):
+            torch.manual_seed(0)
+            model, first = Beside(), 0 if is_fresh else STEPS
+            with memd_client.connect(address, job="beside", fresh=is_fresh, **QUOTAS) as session:
+                trained = _paired(model, pairing, session)
+                if pairing.scale is not None and not is_fresh:
+                    trained._scaler.load_state_dict(reference._scaler.state_dict())
+                for step in range(first, first + STEPS):
+                    wanted, made = reference.step(step), trained.step(step)
+                    if repr(made) != repr(wanted):
+                        differences.append(f"step {step}: {made}, not {wanted}")
+                own = {key: value.clone() for key, value in values(model).items()}
+                differences += different(own, values(reference.model))
+                distributed.barrier()
+        found[name] = differences
+    return found
+
+
+def mixed_up(address: str) -> dict[str, Any]:
+    """Modules that are offloaded and sharded at once, and one norm of both kinds."""
+    found: dict[str, Any] = {}
+    tokens = batch(0)
+    with connected(address) as session:
+        found["sharded"] = error_of(partial(memd_client.offload, sharded(Small()), session))
+        part = Beside()
+        fully_shard(part.body)
+        found["in part"] = error_of(partial(memd_client.offload, part, session))
+    with connected(address) as session:
+        model = memd_client.offload(Small(), session)
+        fully_shard(model)
+        make = partial(memd_client.AdamW, model.named_parameters(), session=session)
+        found["offloaded"] = error_of(make)
+    with connected(address) as session:
+        trained = _paired(Beside(), Pairing(), session)
+        (optimizer,) = trained._optimizers
+        trained.model(tokens).backward()
+        found["clip"] = error_of(partial(optimizer.clip_grad_norm_, 1.0))
+        optimizer.step()
+        found["step"] = session.committed_step
+    return found
+
+
+PROGRAMS: tuple[Callable[[str], dict[str, Any]], ...] = (
+    bits,
+    saved,
+    committed,
+    ignored,
+    dtypes,
+    beside,
+    mixed_up,
+    refused,
+)
 
 
 def everything(address: str) -> dict[str, Any]:
@@ -421,4 +685,5 @@ def everything(address: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main({"all": everything, "elastic": elastic, **{each.__name__: each for each in PROGRAMS}})
+    alone = {each.__name__: each for each in (elastic, *PROGRAMS)}
+    main({"all": everything, **alone})

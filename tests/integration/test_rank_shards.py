@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.daemons import running_daemon
-from tests.integration.rank_fsdp import CELLS, cells
+from tests.integration.rank_fsdp import CELLS, PAIRINGS, cells
 from tests.integration.rank_programs import STEPS
 from tests.integration.rank_runs import run
 
@@ -69,6 +69,31 @@ def test_ignored_parameters_are_right_if_the_program_averages_them(found: Found)
         assert "torch has no norm of gradients of which some are shards" in each["clip"]
         assert "is another one on rank" in each["apart"]
         assert each["step"] == STEPS
+
+
+def test_layers_of_several_dtypes_have_the_bits_of_torch(found: Found) -> None:
+    for each in found("dtypes"):
+        assert each["differences"] == []
+        assert "memd updates dense parameters of float32 and bfloat16" in each["frozen"]
+        assert each["together"].startswith("AssertionError: FSDP expects uniform original")
+        assert each["step"] == STEPS
+
+
+def test_offloaded_modules_beside_sharded_ones_have_the_bits_of_torch(found: Found) -> None:
+    for each in found("beside"):
+        assert each == {name: [] for name in PAIRINGS}
+
+
+def test_modules_offloaded_and_sharded_at_once_are_refused_in_a_sentence(found: Found) -> None:
+    words = {
+        "sharded": "is a DTensor, as fully_shard() makes them, and offload() takes whole",
+        "in part": "is a DTensor, as fully_shard() makes them, and offload() takes whole",
+        "offloaded": "A module is offloaded or sharded, not both",
+        "clip": "give them to two optimizers, and clip each",
+    }
+    for each in found("mixed_up"):
+        assert {name: each[name] for name in words if words[name] not in each[name]} == {}
+        assert each["step"] == 1
 
 
 def test_what_memd_does_not_take_is_one_sentence_on_each_rank(found: Found) -> None:

@@ -36,7 +36,8 @@ class Placement:
             if parameter is not None and not is_in_memd(parameter):
                 raise MemdError(
                     f"job {self._job!r}: parameter {shard_name!r} was replaced by one that is not "
-                    "in memd, as load_state_dict(assign=True) and module.name = nn.Parameter(...) "
-                    "do; copy the values instead, with load_state_dict() or inside "
-                    "gather(write=True), or replace it before offload()"
+                    "in memd, as load_state_dict(assign=True), module.name = nn.Parameter(...) and "
+                    "fully_shard() do; copy the values instead, with load_state_dict() or inside "
+                    "gather(write=True), or replace it before offload(). A module is offloaded or "
+                    "sharded, not both"
                 )

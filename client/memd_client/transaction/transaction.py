@@ -262,9 +262,10 @@ class Transaction:
     def _look_at_model(self) -> None:
         """Before a step: raises if it could not be complete."""
         self._job.held_names.refuse_unclaimed()
-        self._refuse_replaced()
+        self.refuse_replaced()
 
-    def _refuse_replaced(self) -> None:
+    def refuse_replaced(self) -> None:
+        """Raises if a parameter that is offloaded has another one in its place."""
         for watched in self._watched:
             watched.refuse_replaced()
 
@@ -429,7 +430,7 @@ class Transaction:
         late = job.settle()  # before any lease: see step()
         if not self._is_closed_by_commit:
             if self._has_unfinished_load:
-                self._refuse_replaced()
+                self.refuse_replaced()
             self._take_writes()
             if wait and steps.disk_error:
                 job.sync()
@@ -441,7 +442,7 @@ class Transaction:
             if not was_made:
                 step = steps.open.step
                 if step is None:  # otherwise step() has looked
-                    self._refuse_replaced()
+                    self.refuse_replaced()
                 self._take_writes()
                 self._refuse_unresumed()
                 self._send(step)

@@ -92,6 +92,8 @@ def own(
                 f"parameter {entries[0].shard.label!r} belongs to job {entries[0].job.name!r}; an "
                 f"optimizer updates parameters of one job, here {job.name!r}"
             )
+    if parts:
+        transaction.refuse_replaced()  # fully_shard() may have cut what is offloaded
     refuse_overlaps(
         (spec.name, local_of(parameter) if id(parameter) in parts else parameter)
         for parameter, spec in resident
