@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -188,6 +189,8 @@ def _attach(
         connection.close()
         raise
     reattach.begin(attached.session_id, plane)
+    own = session_pb2.ListRanksRequest(session_id=attached.session_id)
+    ranks.ask_for_ended(partial(control.list_ranks, own))
     leases = None
     if plane is not None:
         leases = Leases(plane, job=request.job, retrying=reattach, ranks=ranks)

@@ -58,6 +58,7 @@ _READING = {
     "ListShards",
     "GetShard",
     "GetMaximaBytes",
+    "ListRanks",
     "ListSnapshots",
     "ReadSnapshot",
 }

@@ -337,6 +337,13 @@ class SessionService:
             self._server.drop_gradients(session.session_id, sorted(set(request.shard_ids)))
         return session_pb2.DropGradientsResponse()
 
+    def ListRanks(
+        self, request: session_pb2.ListRanksRequest, call: Call
+    ) -> session_pb2.ListRanksResponse:
+        session = self._peers.session(call.peer, request.session_id)
+        report = self._server.ranks(session.session_id)
+        return session_pb2.ListRanksResponse(names=report.names)
+
     def Delete(self, request: session_pb2.DeleteRequest, call: Call) -> session_pb2.DeleteResponse:
         session = self._peers.session(call.peer, request.session_id)
         unknown = [

@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import faulthandler
 import os
-from contextlib import contextmanager, nullcontext
+import signal
+import time
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,6 +43,9 @@ from tests.integration.rank_programs import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from memd_client.connection.calls import StepCall
+    from memd_proto.v1 import session_pb2
 
 RATE = 1e-2
 
@@ -663,6 +668,108 @@ def mixed_up(address: str) -> dict[str, Any]:
     return found
 
 
+class Wide(nn.Module):
+    """Three ranks can share its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 96, bias=False)
+        self.last = nn.Linear(96, 64, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found = self.last(self.first(nn.functional.one_hot(tokens, 64).float()).tanh())
+        loss: torch.Tensor = found.square().mean()
+        return loss
+
+
+def killed(address: str) -> dict[str, Any]:
+    """See `_trained_until_killed`. What the others are told."""
+    try:
+        return _trained_until_killed(address)
+    except memd_client.MemdError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _trained_until_killed(address: str) -> dict[str, Any]:
+    """Trains to STEPS from where the job is, and clips. MEMD_DIE is "RANK.STEP": that rank is
+    killed there, at MEMD_PLACE."""
+    dies = tuple(map(int, os.environ.get("MEMD_DIE", "-1.-1").split(".")))
+    torch.manual_seed(0)
+    model = sharded(Wide())
+    with memd_client.connect(address, job="killed", **QUOTAS) as session:
+        optimizer = memd_client.AdamW(model.named_parameters(), lr=RATE, session=session)
+        first = session.committed_step
+        losses = []
+        for step in range(first, STEPS):
+            place = ""
+            if dies == (distributed.get_rank(), step):
+                place = os.environ["MEMD_PLACE"]
+                DYING[place](session)
+            # Those of torch name nobody: the next call of memd does.
+            with suppress(RuntimeError):
+                loss = model(batch(step))
+                loss.backward()
+                losses.append(float(loss.detach()))
+            if place == "after backward":
+                die()
+            optimizer.clip_grad_norm_(0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+            if session.committed_step != step + 1:
+                raise AssertionError(f"{session.committed_step} after step {step}")
+        distributed.barrier()
+        return {"first": first, "losses": losses, "sum": total(values(model))}
+
+
+def die(*given: Any, **named: Any) -> None:
+    del given, named
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_in_backward(session: memd_client.Session) -> None:
+    del session
+    vars(distributed)["reduce_scatter_single"] = die
+
+
+def _die_in_norm(session: memd_client.Session) -> None:
+    del session
+    vars(nn.utils)["get_total_norm"] = die
+
+
+def _die_in_exchange(session: memd_client.Session) -> None:
+    vars(session.transaction.job.ranks)["exchange"] = die
+
+
+def _die_in_seal(session: memd_client.Session) -> None:
+    """Its range of one gradient is in memd then, and of the other is not."""
+    targets = session.transaction.job.shards.parameters
+    vars(max(targets, key=lambda each: each.shard.shard_id))["seal"] = die
+
+
+def _die_when_sent(session: memd_client.Session) -> None:
+    """The daemon has its step, and the others may not have sent theirs."""
+    control = session.transaction.job.control
+    begin_step = control.begin_step
+
+    def begin(request: session_pb2.StepRequest) -> StepCall:
+        call = begin_step(request)
+        time.sleep(0.5)  # it is on its way
+        die()
+        return call
+
+    vars(control)["begin_step"] = begin
+
+
+DYING: dict[str, Callable[[memd_client.Session], None]] = {
+    "in backward": _die_in_backward,
+    "after backward": lambda session: None,
+    "in exchange": _die_in_exchange,
+    "in clipping": _die_in_norm,
+    "in step": _die_in_seal,
+    "in commit": _die_when_sent,
+}
+
+
 PROGRAMS: tuple[Callable[[str], dict[str, Any]], ...] = (
     bits,
     saved,
@@ -685,5 +792,5 @@ def everything(address: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    alone = {each.__name__: each for each in (elastic, *PROGRAMS)}
+    alone = {each.__name__: each for each in (elastic, killed, *PROGRAMS)}
     main({"all": everything, **alone})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.daemons import running_daemon
-from tests.integration.rank_fsdp import CELLS, PAIRINGS, cells
+from tests.integration.rank_fsdp import CELLS, DYING, PAIRINGS, cells
 from tests.integration.rank_programs import STEPS
 from tests.integration.rank_runs import run
 
@@ -113,3 +113,32 @@ def test_what_memd_does_not_take_is_one_sentence_on_each_rank(found: Found) -> N
     for each in found("refused"):
         assert {name: each[name] for name in words if words[name] not in each[name]} == {}
         assert each["step"] == 1
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What three ranks print whom nobody kills."""
+    with running_daemon() as daemon:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        return run(daemon, folder, "killed", world_size=3, programs=MODULE)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("place", DYING)
+def test_a_killed_rank_is_named_to_all_and_the_job_goes_on_with_the_same_bits(
+    tmp_path: Path, undisturbed: list[Any], place: str
+) -> None:
+    with running_daemon() as daemon:
+        killing: dict[str, Any] = {"MEMD_DIE": "1.3", "MEMD_PLACE": place}
+        found = run(daemon, tmp_path, "killed", world_size=3, killed=1, programs=MODULE, **killing)
+        for rank in (0, 2):
+            assert found[rank]["error"].startswith("SessionFenced: ")
+            assert "rank 1 of 3 (process" in found[rank]["error"]
+            assert "has ended" in found[rank]["error"]
+        again = run(daemon, tmp_path, "killed", world_size=3, programs=MODULE)
+    # The daemon may have had all three steps before it saw that the rank was gone.
+    steps = {4} if place == "in commit" else {3}
+    first = again[0]["first"]
+    assert first in steps | {3}
+    wanted = [{**each, "first": first, "losses": each["losses"][first:]} for each in undisturbed]
+    assert again == wanted

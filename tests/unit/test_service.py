@@ -1178,6 +1178,13 @@ def test_ranks_that_wait_for_each_other_take_no_place_of_steps(service: Service)
         assert not call.result().shard_ids
 
 
+def test_a_rank_asks_who_the_others_are(service: Service) -> None:
+    (caller, session_id), *others = ranks_of(service, uid=OTHER_UID, job="of-ranks")
+    asked = session_pb2.ListRanksRequest(session_id=session_id)
+    answer = caller.call(caller.sessions.ListRanks, asked)
+    assert list(answer.names) == [f"rank {rank}" for rank in range(1 + len(others))]
+
+
 def test_a_step_of_ranks_is_one_step(service: Service) -> None:
     ranks = ranks_of(service, uid=OTHER_UID, job="of-ranks")
     taken: list[int] = []

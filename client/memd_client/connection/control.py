@@ -231,6 +231,9 @@ class Control:
         """Waits for all ranks."""
         return self._call(self._open().sessions.EndGradients, request, self._ranks_limit_s)
 
+    def list_ranks(self, request: session_pb2.ListRanksRequest) -> session_pb2.ListRanksResponse:
+        return self._call(self._open().sessions.ListRanks, request, _SHORT_S)
+
     def delete(self, request: session_pb2.DeleteRequest) -> session_pb2.DeleteResponse:
         return self._call(self._open().sessions.Delete, request, _SHORT_S)
 

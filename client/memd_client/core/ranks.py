@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import pickle
+import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from memd_client.errors import InvalidArgument, MemdError
+from memd_client.errors import InvalidArgument, MemdError, SessionFenced
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 T = TypeVar("T")
 # An exchange sends a piece first: the length of a message, and as much of it as there is room for.
 _PIECE_BYTES = 512
 _LENGTH_BYTES = 8
 _LIMIT_S = 1800.0  # that of a process group for which nobody has chosen one
+# How long the daemon may take to see that a process has ended, and how often it is asked.
+_SEEN_S = 1.0
+_LOOK_S = 0.05
 
 
 class Ranks:
@@ -43,6 +48,7 @@ class Ranks:
         self._members = list(range(world_size) if members is None else members)
         self._limit_s = limit_s
         self._call_count = 0
+        self._ask: Callable[[], object] | None = None
 
     @property
     def rank(self) -> int:
@@ -71,6 +77,11 @@ class Ranks:
         """The rank that gives first values, loads, and writes outside of steps."""
         return self._rank == 0
 
+    def ask_for_ended(self, ask: Callable[[], object]) -> None:
+        """From now on `ask`, where others do not answer: it raises SessionFenced, which names a
+        rank, if the daemon knows that this one has ended."""
+        self._ask = ask
+
     def next_call(self) -> session_pb2.RankCall | None:
         """For a call to the daemon that all ranks make; None if there is one rank. It is the same
         until `count_call`: a rank whose call had no outcome still meets the others in it, whichever
@@ -88,7 +99,8 @@ class Ranks:
 
         Raises:
             InvalidArgument: on all ranks, another one does something else than `what`.
-            MemdError: a rank has ended, or does not answer while `what`.
+            SessionFenced: a rank has ended, which it names.
+            MemdError: a rank does not answer while `what`.
         """
         if not self.are_several:
             return [value]
@@ -239,11 +251,41 @@ class Ranks:
             if text:
                 raise MemdError(f"rank {rank} of {self._world_size} could not {what}: {text}")
 
+    @contextmanager
+    def naming_ended(self) -> Iterator[None]:
+        """Inside are collectives of torch, with a group of the program's own.
+
+        Raises:
+            SessionFenced: one has failed since a rank has ended, which it names.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            ended = None if isinstance(error, MemdError) else self._ended()
+            if ended is None:
+                raise
+            raise ended from error
+
     def _unanswered(self, what: str, error: RuntimeError) -> MemdError:
-        return MemdError(
+        return self._ended() or MemdError(
             f"rank {self._rank} of {self._world_size}: another rank has ended or does not answer "
             f"while they {what}; start all ranks again, and resume from the last step: {error}"
         )
+
+    def _ended(self) -> SessionFenced | None:
+        """That of the daemon, if a rank has ended. It may see this a moment later than gloo."""
+        deadline = time.monotonic() + _SEEN_S
+        while self._ask is not None:
+            try:
+                self._ask()
+            except SessionFenced as ended:
+                return ended
+            except MemdError:
+                break  # the daemon has ended too, or is older than this client
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_S)
+        return None
 
 
 def failure_text(failure: Exception | None) -> str:

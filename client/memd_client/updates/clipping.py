@@ -87,7 +87,7 @@ def _total_norm(targets: Sequence[Target], norm_type: float, ranks: Ranks) -> to
             "give them to two optimizers, and clip each"
         )
     if sharded:
-        return norm_of_all(sharded, norm_type)
+        return norm_of_all(sharded, norm_type, ranks)
     norms = _norms(targets, norm_type, ranks)
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(_in_torch_order(norms)), norm_type)
     return total

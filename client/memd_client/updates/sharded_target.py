@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from memd_client.connection.shard import Shard
     from memd_client.core.job import Job
+    from memd_client.core.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +146,7 @@ def write_whole(parameter: torch.Tensor, shard: Shard, job: Job) -> None:
         MemdError: on all ranks, if it could not.
     """
     sharded: Any = parameter
-    with torch.no_grad():
+    with torch.no_grad(), job.ranks.naming_ended():
         whole = sharded.full_tensor()
 
     def write() -> None:
@@ -155,10 +156,11 @@ def write_whole(parameter: torch.Tensor, shard: Shard, job: Job) -> None:
     job.ranks.by_one(0, write, "write a value")
 
 
-def norm_of_all(targets: Sequence[ShardedTarget], norm_type: float) -> torch.Tensor:
+def norm_of_all(targets: Sequence[ShardedTarget], norm_type: float, ranks: Ranks) -> torch.Tensor:
     """That of the gradients of all ranks, with torch's bits. All ranks call it."""
-    total: Any = torch.nn.utils.get_total_norm(
-        [target.whole_gradient() for target in targets], norm_type
-    )
-    norm: torch.Tensor = total.full_tensor()
+    with ranks.naming_ended():
+        total: Any = torch.nn.utils.get_total_norm(
+            [target.whole_gradient() for target in targets], norm_type
+        )
+        norm: torch.Tensor = total.full_tensor()
     return norm

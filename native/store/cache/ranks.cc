@@ -46,6 +46,7 @@ Status Ranks::check_place(const std::string& job_name, const RankPlace& place) c
 void Ranks::attach(uint64_t session_id, uint32_t process_id, const RankPlace& place) {
   if (is_empty()) {
     places_.assign(place.world_size, {});
+    left_first_.reset();
     ++start_;
   }
   MEMD_CHECK(session_of(place.rank) == 0);
@@ -57,6 +58,7 @@ void Ranks::detach(uint64_t session_id) {
   const auto rank = rank_of(session_id);
   if (!rank) return;
   places_[*rank].has_left = true;
+  if (!left_first_) left_first_ = rank;
   --attached_count_;
 }
 
@@ -69,14 +71,12 @@ std::optional<uint32_t> Ranks::rank_of(uint64_t session_id) const {
 }
 
 Status Ranks::check_whole(const std::string& job_name) const {
-  const auto left = std::find_if(
-      places_.begin(), places_.end(), [](const Place& place) { return place.has_left; });
-  if (left == places_.end()) return Status::ok();
+  if (!left_first_) return Status::ok();
   return error(StatusCode::fenced,
                "job ",
                job_name,
                ": ",
-               describe(static_cast<uint32_t>(left - places_.begin())),
+               describe(*left_first_),
                " has ended, and no step is made without it; start all ranks again, and resume from "
                "the last step");
 }

@@ -39,7 +39,7 @@ class Ranks {
   std::optional<uint32_t> rank_of(uint64_t session_id) const;
   /// The rank's session, or its last one; 0: the rank has not come yet.
   uint64_t session_of(uint32_t rank) const { return places_[rank].session_id; }
-  /// ok, or which rank has left.
+  /// ok, or which rank has left first: others leave because of it.
   Status check_whole(const std::string& job_name) const;
   /// For people.
   std::string describe(uint32_t rank) const;
@@ -59,6 +59,7 @@ class Ranks {
   };
 
   std::vector<Place> places_;
+  std::optional<uint32_t> left_first_;
   uint32_t attached_count_ = 0;
   uint64_t start_ = 0;
 };

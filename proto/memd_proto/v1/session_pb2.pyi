@@ -247,6 +247,18 @@ class EndGradientsResponse(_message.Message):
     shard_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, shard_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class ListRanksRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    def __init__(self, session_id: _Optional[int] = ...) -> None: ...
+
+class ListRanksResponse(_message.Message):
+    __slots__ = ("names",)
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class DeleteRequest(_message.Message):
     __slots__ = ("session_id", "names")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

@@ -74,6 +74,11 @@ class SessionServiceStub(object):
                 request_serializer=memd_dot_v1_dot_session__pb2.EndGradientsRequest.SerializeToString,
                 response_deserializer=memd_dot_v1_dot_session__pb2.EndGradientsResponse.FromString,
                 _registered_method=True)
+        self.ListRanks = channel.unary_unary(
+                '/memd.v1.SessionService/ListRanks',
+                request_serializer=memd_dot_v1_dot_session__pb2.ListRanksRequest.SerializeToString,
+                response_deserializer=memd_dot_v1_dot_session__pb2.ListRanksResponse.FromString,
+                _registered_method=True)
         self.Delete = channel.unary_unary(
                 '/memd.v1.SessionService/Delete',
                 request_serializer=memd_dot_v1_dot_session__pb2.DeleteRequest.SerializeToString,
@@ -159,6 +164,13 @@ class SessionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRanks(self, request, context):
+        """The ranks that train the session's job together. ABORTED where one of them has ended, which the message names.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Delete(self, request, context):
         """Removes blobs by name; those that do not exist are named in the answer.
         """
@@ -230,6 +242,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.EndGradients,
                     request_deserializer=memd_dot_v1_dot_session__pb2.EndGradientsRequest.FromString,
                     response_serializer=memd_dot_v1_dot_session__pb2.EndGradientsResponse.SerializeToString,
+            ),
+            'ListRanks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRanks,
+                    request_deserializer=memd_dot_v1_dot_session__pb2.ListRanksRequest.FromString,
+                    response_serializer=memd_dot_v1_dot_session__pb2.ListRanksResponse.SerializeToString,
             ),
             'Delete': grpc.unary_unary_rpc_method_handler(
                     servicer.Delete,
@@ -468,6 +485,33 @@ class SessionService(object):
             '/memd.v1.SessionService/EndGradients',
             memd_dot_v1_dot_session__pb2.EndGradientsRequest.SerializeToString,
             memd_dot_v1_dot_session__pb2.EndGradientsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRanks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/memd.v1.SessionService/ListRanks',
+            memd_dot_v1_dot_session__pb2.ListRanksRequest.SerializeToString,
+            memd_dot_v1_dot_session__pb2.ListRanksResponse.FromString,
             options,
             channel_credentials,
             insecure,
