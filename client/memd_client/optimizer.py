@@ -384,6 +384,8 @@ class Adam(torch.optim.Optimizer):
         that torch's distributed checkpoint has flattened. Durable when it returns. Moments that
         come from `state_dict()` of this optimizer and were neither used nor outdated are not moved.
 
+        Several ranks call it together, with the same state, which the first one stores.
+
         It is one transaction: after an error, or if anybody is killed, every parameter has the old
         moments or, from the moment at which all are on disk, the new ones. No step is counted. At
         most the moments of one parameter are copied into this process; those of a file that
@@ -469,8 +471,8 @@ class Adam(torch.optim.Optimizer):
     def reset_state(self) -> None:
         """Sets the moments and the number of updates of every parameter to zero, as they are in a
         new optimizer of torch with the settings of the groups. Durable when it returns, and all or
-        none as `load_state_dict()`. A new optimizer over a job's parameters goes on with what the
-        job has of them.
+        none as `load_state_dict()`; all ranks call it together. A new optimizer over a job's
+        parameters goes on with what the job has of them.
 
         Raises:
             InvalidArgument: between `step()` and `session.commit()`; or the job has other sessions.

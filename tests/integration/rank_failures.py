@@ -774,6 +774,66 @@ def buffered(address: str) -> dict[str, Any]:
     return found
 
 
+def copied(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its state, which does not change with it any more."""
+    found = copy.deepcopy(optimizer.state_dict())
+    for index, state in found["state"].items():
+        found["state"][index] = {name: each.clone() for name, each in state.items()}
+    return found
+
+
+def loaded_states(address: str) -> dict[str, Any]:
+    """All ranks load an earlier state of the optimizer, one of them late, and forget it then."""
+    rank = distributed.get_rank()
+    torch.manual_seed(0)
+    model = Branching()
+    reference = Reference(copy.deepcopy(model), None)
+    plain = reference._optimizer
+    with connected(address, PATIENCE_S) as session:
+        trained = Trained(session, model)
+        optimizer = trained.optimizer
+        differences = []
+
+        def steps(*numbers: int) -> None:
+            for step in numbers:
+                (wanted,) = reference.step([batch(step)])
+                loss = model(batch(step))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if float(loss.detach()) != wanted:
+                    differences.append(f"step {step}")
+
+        def counts() -> list[int]:
+            states = optimizer.state_dict()["state"].values()
+            return [int(each["step"]) for each in states if each]
+
+        steps(0, 1)
+        earlier, wanted = copied(optimizer), copied(plain)
+        steps(2)
+        held = optimizer.state_dict()["state"][0]["exp_avg"]
+        if rank:
+            time.sleep(0.5)
+        optimizer.load_state_dict(earlier)
+        plain.load_state_dict(wanted)
+        found = {
+            "counts": counts(),
+            "held": held.tolist() != earlier["state"][0]["exp_avg"].tolist(),
+        }
+        steps(3, 4)
+        apart = copied(optimizer)
+        apart["state"][0]["step"] += rank
+        trained.refuse("apart", partial(optimizer.load_state_dict, apart))
+        optimizer.reset_state()
+        plain.state.clear()
+        found["reset"] = counts()
+        steps(5, 6)
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        others = reference.state()
+        differences += [name for name in own if not torch.equal(own[name], others[name])]
+        return {**found, **trained.found(), "differences": differences}
+
+
 def sparse(address: str) -> dict[str, Any]:
     """A gradient that memd does not take, of a model that stays in the processes."""
     model = nn.Embedding(4, 4, sparse=True)
@@ -821,6 +881,7 @@ PROGRAMS: tuple[Callable[[str], dict[str, Any]], ...] = (
     held,
     undropped,
     buffered,
+    loaded_states,
     sparse,
     unconnected,
 )

@@ -287,6 +287,19 @@ def test_buffers_of_any_dtype_are_the_first_ranks_and_a_checkpoint_keeps_its_own
         assert each["step"] == 2
 
 
+def test_all_ranks_load_a_state_of_the_optimizer_together_and_have_the_bits_of_torch(
+    found: Found,
+) -> None:
+    first, second = found("loaded_states")
+    for each in (first, second):
+        assert each["differences"] == []
+        assert each["held"]
+        assert "all ranks load an optimizer's state alike, and the step of" in each["apart"]
+        assert each["step"] == 7
+    assert first["counts"] == second["counts"] == [2] * len(first["counts"])
+    assert set(first["reset"]) == {0}
+
+
 def test_a_sparse_gradient_of_ranks_is_refused_in_a_sentence(found: Found) -> None:
     for each in found("sparse"):
         assert "the gradient of 'weight' is sparse; memd takes dense gradients" in each["step"]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from memd_client.transaction.transaction import Transaction
     from memd_client.updates.targets import Target
 
+_LOADING = "load an optimizer's state"  # as in "all ranks load an optimizer's state alike"
 # As DTensor is. torch's type for it would make mypy take the rest for unreachable.
 _is_made_of_others: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
 
@@ -70,56 +71,71 @@ def refuse_state(target: Target, state: dict[str, Any] | None, job: Job) -> None
 def replace_states(
     targets: Sequence[tuple[Target, dict[str, Any] | None, bool]], transaction: Transaction
 ) -> None:
-    """Gives each target its state, all or none. They are durable when it returns.
+    """Gives each target its state, all or none. They are durable when it returns. All ranks call it
+    with the same states: the first one stores them.
 
     Args:
         targets: with their states in torch's format, or None: none yet, with a maximum or not.
 
     Raises:
         As `replace_all`.
+        MemdError: on the other ranks, if it has failed on the first.
     """
+    ranks = transaction.job.ranks
     changed = [
         (target, state, amsgrad)
         for target, state, amsgrad in targets
         if not _has_state(target, state, transaction)
     ]
-    if not changed:
-        return
     with closing(MappedFiles()) as files:
-        _replace_changed(changed, files, transaction)
+        loaded = [
+            (target, _moments_of(target, state, files, amsgrad=amsgrad))
+            for target, state, amsgrad in changed
+        ]
+        stored = [each for target, each in loaded if target.is_stored]
+        if ranks.are_several:
+            counts = {
+                f"the step of {target.shard.label!r}": _count_of(state)
+                for target, state, _ in targets
+            }
+            shards = [each.shard for each in stored]
+            keep = partial(transaction.moments.read_of, shards, besides=())
+            ranks.refuse_different(counts, _LOADING, look=keep)
 
+        def replace() -> None:
+            states = {each: state for (_, each), (_, state, _) in zip(loaded, changed, strict=True)}
+            if stored:
+                files.expect(_upcoming(stored, states, files))
+                replace_all(
+                    [],
+                    _nothing,
+                    moments=stored,
+                    transaction=transaction,
+                    what="new state of the optimizer",
+                )
 
-def _replace_changed(
-    changed: Sequence[tuple[Target, dict[str, Any] | None, bool]],
-    files: MappedFiles,
-    transaction: Transaction,
-) -> None:
-    loaded = [
-        (
-            target,
-            LoadedMoments(
-                shard=target.shard,
-                update_count=int(state["step"]) if state is not None else 0,
-                has_maximum=MAXIMUM in state if state is not None else amsgrad,
-                read=partial(_held, state, files) if state is not None else None,
-            ),
-        )
-        for target, state, amsgrad in changed
-    ]
-    stored = [each for target, each in loaded if target.is_stored]
-    if stored:
-        states = {each: state for (_, each), (_, state, _) in zip(loaded, changed, strict=True)}
-        files.expect(_upcoming(stored, states, files))
-        replace_all(
-            [],
-            _nothing,
-            moments=stored,
-            transaction=transaction,
-            what="new state of the optimizer",
-        )
+        ranks.by_one(0, replace, _LOADING)
+        if not ranks.is_first:
+            for optimizer in transaction.optimizers:
+                optimizer.note_states(stored)
     for target, each in loaded:
         if not target.is_stored:
             target.note_state(each.update_count, keeps_maximum=each.has_maximum)
+
+
+def _count_of(state: Mapping[str, Any] | None) -> int:
+    return int(state["step"]) if state is not None else 0
+
+
+def _moments_of(
+    target: Target, state: dict[str, Any] | None, files: MappedFiles, *, amsgrad: bool
+) -> LoadedMoments:
+    return LoadedMoments(
+        shard=target.shard,
+        update_count=_count_of(state),
+        has_maximum=MAXIMUM in state if state is not None else amsgrad,
+        read=partial(_held, state, files) if state is not None else None,
+    )
 
 
 def _upcoming(
