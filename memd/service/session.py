@@ -99,6 +99,7 @@ class SessionService:
             can_load_in_place=True,
             can_keep_rank_sums=True,
             can_give_masters=True,
+            can_keep_scratch=True,
             daemon_id=self._daemon_id,
         )
 

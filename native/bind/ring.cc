@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "bind/bind.h"
 #include "ring/client_session.h"
 #include "ring/protocol.h"
+#include "store/cache/scratch_names.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -271,6 +273,7 @@ void bind_words(nb::module_& module) {
   module.attr("PART_VALUE") = static_cast<int>(Part::value);
   module.attr("PART_GRADIENT") = static_cast<int>(Part::gradient);
   module.attr("PART_RANK_SUM") = static_cast<int>(Part::rank_sum);
+  module.attr("SCRATCH_PREFIX") = std::string(kScratchPrefix);
   module.attr("MODE_READ") = static_cast<int>(LeaseMode::read);
   module.attr("MODE_WRITE") = static_cast<int>(LeaseMode::write);
   module.attr("STALL_STEP") = static_cast<int>(LeaseWait::step);
@@ -411,7 +414,15 @@ void bind_leases(nb::class_<ClientSession>& session) {
             raise_unless_ok(self.hint(Opcode::rank_sum_ended, shard_id));
           },
           "shard_id"_a,
-          "This rank's own sum of the shard's gradients is in that of all ranks; returns at once.");
+          "This rank's own sum of the shard's gradients is in that of all ranks; returns at once.")
+      .def(
+          "scratch_ended",
+          [](ClientSession& self, uint32_t shard_id) {
+            raise_unless_ok(self.hint(Opcode::scratch_ended, shard_id));
+          },
+          "shard_id"_a,
+          "Nobody leases the bytes of this scratch blob any more; leases that live stay valid. "
+          "Returns at once.");
 }
 
 /// Leases for reading that are written all the same.

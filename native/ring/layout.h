@@ -39,14 +39,16 @@ constexpr uint64_t timeout_ns_of(double timeout_s) {
 
 /// `gradient_is_final`: it is written no more before the step that uses it. `gradient_unused`: what
 /// was leased ahead for it is not, and was not written. `rank_sum_ended`: the rank's own sum is in
-/// the sum of all. Hints, which are not answered.
+/// the sum of all. `scratch_ended`: nobody reads the bytes of a scratch blob any more. Hints, which
+/// are not answered.
 enum class Opcode : uint32_t {
   none = 0,
   lease = 1,
   prefetch = 2,
   gradient_is_final = 3,
   gradient_unused = 4,
-  rank_sum_ended = 5
+  rank_sum_ended = 5,
+  scratch_ended = 6
 };
 
 /// Which bytes of a shard. `rank_sum`: the sum of the gradients that this rank has accumulated and

@@ -447,7 +447,7 @@ bool ShardStore::serve(Session& session) {
       session.ring.refuse_client();
       break;
     }
-    const bool known = request.opcode >= Opcode::lease && request.opcode <= Opcode::rank_sum_ended;
+    const bool known = request.opcode >= Opcode::lease && request.opcode <= Opcode::scratch_ended;
     const bool valid =
         known && request.part <= Part::rank_sum && request.mode <= LeaseMode::overwrite;
     const uint64_t session_id = session.session_id;
@@ -469,6 +469,10 @@ bool ShardStore::serve(Session& session) {
     }
     if (request.opcode == Opcode::rank_sum_ended) {
       gradients_.end_rank_sum(session_id, request.shard_id);
+      continue;
+    }
+    if (request.opcode == Opcode::scratch_ended) {
+      gradients_.scratch().end(session_id, request.shard_id);
       continue;
     }
     const bool prefetch = request.opcode == Opcode::prefetch;

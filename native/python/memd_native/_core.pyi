@@ -68,6 +68,8 @@ PART_GRADIENT: int = 1
 
 PART_RANK_SUM: int = 2
 
+SCRATCH_PREFIX: str = '@scratch/'
+
 MODE_READ: int = 0
 
 MODE_WRITE: int = 1
@@ -179,6 +181,11 @@ class ClientSession:
     def rank_sum_ended(self, shard_id: int) -> None:
         """
         This rank's own sum of the shard's gradients is in that of all ranks; returns at once.
+        """
+
+    def scratch_ended(self, shard_id: int) -> None:
+        """
+        Nobody leases the bytes of this scratch blob any more; leases that live stay valid. Returns at once.
         """
 
     @property

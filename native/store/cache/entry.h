@@ -52,6 +52,10 @@ class EntryPrefetch {
   bool has_failed_ : 1 = false;
 };
 
+/// How long an entry is there. `rank`: a gradient of one rank, which RankSums knows, and nobody
+/// once the daemon has ended. `session`: scratch, a blob that no commit knows (scratch_names.h).
+enum class EntryLife : uint8_t { job, rank, session };
+
 /// A place in the arena with one pin counter for each of the entry's shards.
 struct Slot {
   uint64_t offset_bytes = 0;
@@ -81,7 +85,7 @@ class Entry {
     uint64_t stride_bytes = 0;  // of the entry that one replica covers; a power of two
     uint32_t owner = 0;         // index of its bucket, or id of its shard
     Tier tier = Tier::nvme;
-    bool is_rank_sum = false;
+    EntryLife life = EntryLife::job;
   };
 
   explicit Entry(const Shape& shape)
@@ -92,7 +96,7 @@ class Entry {
         kept_owner_(shape.owner),
         kind_(shape.kind),
         tier_(shape.tier),
-        is_rank_sum_(shape.is_rank_sum),
+        life_(shape.life),
         stride_log2_(std::countr_zero(shape.stride_bytes) & 63) {
     MEMD_CHECK(std::has_single_bit(shape.stride_bytes));
   }
@@ -100,8 +104,7 @@ class Entry {
   uint32_t id() const { return id_; }
   EntryKind kind() const { return kind_; }
   Tier tier() const { return tier_; }
-  /// A gradient of one rank, which RankSums knows, and nobody once the daemon has ended.
-  bool is_rank_sum() const { return is_rank_sum_; }
+  EntryLife life() const { return life_; }
   /// Without padding.
   uint64_t bytes() const { return bytes_; }
 
@@ -217,7 +220,7 @@ class Entry {
   uint32_t steps_before_ = 0;
   const EntryKind kind_ : 2;
   const Tier tier_ : 2;
-  const bool is_rank_sum_ : 1;
+  const EntryLife life_ : 2;
   bool is_in_step_ : 1 = false;
   bool is_uncommitted_ : 1 = false;
   bool is_in_host_tiles_ : 1 = false;
@@ -226,8 +229,12 @@ class Entry {
   EntryPrefetch prefetch_;
 };
 
+inline bool is_rank_sum(const Entry& entry) { return entry.life() == EntryLife::rank; }
+inline bool is_scratch(const Entry& entry) { return entry.life() == EntryLife::session; }
+
 inline SpaceUse space_use_of(const Entry& entry) {
-  return entry.kind() == EntryKind::gradient ? SpaceUse::gradient : SpaceUse::state;
+  const bool is_in_no_catalogue = entry.kind() == EntryKind::gradient || is_scratch(entry);
+  return is_in_no_catalogue ? SpaceUse::gradient : SpaceUse::state;
 }
 
 inline EvictionPrice price_of(const Entry& entry) {

@@ -16,10 +16,13 @@ constexpr size_t kSimulatedUsesMax = 16'384;
 }  // namespace
 
 // Nothing for what makes no plan: blobs and buffers are replaced as a whole, and staged ones change
-// places with others at every commit.
+// places with others at every commit. Scratch is written and read in each step, as gradients are.
 std::optional<UseKind> PlanProgress::kind_of(const Entry& entry, LeaseMode mode) const {
   if (mode == LeaseMode::read) return UseKind::read;
-  if (entry.kind() == EntryKind::bytes) return std::nullopt;
+  if (entry.kind() == EntryKind::bytes) {
+    const bool is_planned = is_scratch(entry) && mode == LeaseMode::overwrite;
+    return is_planned ? std::optional(UseKind::overwrite) : std::nullopt;
+  }
   if (entry.kind() == EntryKind::parameter) return UseKind::change;
   return mode == LeaseMode::overwrite && parts_.shards.shard_count(entry) == 1 ? UseKind::overwrite
                                                                                : UseKind::add;

@@ -57,7 +57,7 @@ bool Prefetcher::look_ahead(Session& session) {
     // The id comes from a plan: its entry may be gone, or another's by now.
     Entry* const entry = parts_.shards.entry(use.item);
     const bool is_left = entry == nullptr || use.kind == UseKind::overwrite ||
-                         (entry->kind() == EntryKind::bytes && is_operating);
+                         (entry->kind() == EntryKind::bytes && is_operating && !is_scratch(*entry));
     if (is_left || !may_prefetch(*entry)) return true;
     const uint64_t reading_bytes = parts_.window.reading_bytes();
     if (reading_bytes > 0 && reading_bytes + entry->bytes() > kPrefetchingBytesMax) return false;

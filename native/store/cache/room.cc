@@ -202,8 +202,8 @@ std::vector<Entry*> Room::choose_to_spill(uint64_t bytes) {
         SpillSearch{.cursor = {}, .event_count = parts_.waits.room_event_count()});
   }
   uint64_t quota_bytes = 0;
-  // While a step or sync runs, what its catalogue will name stays where it is; gradients are in no
-  // catalogue.
+  // While a step or sync runs, what its catalogue will name stays where it is; gradients and
+  // scratch are in no catalogue.
   const bool gradients_only = parts_.gates.is_operating();
   std::vector<Entry*> victims;
   std::vector<Entry*> left;
@@ -212,7 +212,7 @@ std::vector<Entry*> Room::choose_to_spill(uint64_t bytes) {
     if (!may_spill(entry)) return left.push_back(&entry);
     // Space that is promised to the running step is free again after it.
     const uint64_t spilled_bytes = align_up(entry.bytes(), kBlockBytes);
-    const bool stays = (gradients_only && entry.kind() != EntryKind::gradient) ||
+    const bool stays = (gradients_only && space_use_of(entry) == SpaceUse::state) ||
                        !parts_.space.keeps_promise(quota_bytes + spilled_bytes);
     if (stays) return;
     quota_bytes += spilled_bytes;

@@ -31,14 +31,14 @@ ShardRecord Shard::label_record() const {
 }
 
 bool Shard::has_extents() const {
-  return kind != ShardKind::parameter && written && value->has_replica();
+  return kind != ShardKind::parameter && written && value->has_replica() && !is_scratch(*value);
 }
 
 ShardRecord Shard::record_without_extents() const {
   ShardRecord out = label_record();
   out.generation = generation;
   out.keeps_maximum = keeps_maximum;
-  out.written = written && (value->bytes() == 0 || value->has_replica());
+  out.written = written && !is_scratch(*value) && (value->bytes() == 0 || value->has_replica());
   return out;
 }
 

@@ -10,6 +10,7 @@
 
 #include "base/check.h"
 #include "base/units.h"
+#include "store/cache/scratch_names.h"
 
 namespace memd {
 namespace {
@@ -271,12 +272,14 @@ void Shards::add_parameters(const Declaration& declaration, LabelledSpecs& decla
 void Shards::add_bytes(const ShardSpec& spec, ShardLabel label) {
   const uint32_t shard_id = add_shard(spec, std::move(label));
   Shard& shard = shards_[shard_id];
-  shard.value = add_entry({.id = 0,
-                           .kind = EntryKind::bytes,
-                           .bytes = shard.bytes,
-                           .stride_bytes = kBlobExtentBytes,
-                           .owner = shard_id,
-                           .tier = spec.tier});
+  shard.value =
+      add_entry({.id = 0,
+                 .kind = EntryKind::bytes,
+                 .bytes = shard.bytes,
+                 .stride_bytes = kBlobExtentBytes,
+                 .owner = shard_id,
+                 .tier = spec.tier,
+                 .life = is_scratch_name(spec.name) ? EntryLife::session : EntryLife::job});
   if (shard.tier == Tier::nvme) declared_.add_blob(shard.bytes);
 }
 
@@ -317,7 +320,7 @@ std::string Shards::describe(const Entry& entry) const {
   return concat(job_name_,
                 "/",
                 shards_[shard_id].name(),
-                entry.is_rank_sum()                   ? " gradient of a rank"
+                is_rank_sum(entry)                    ? " gradient of a rank"
                 : entry.kind() == EntryKind::gradient ? " gradient"
                                                       : "");
 }

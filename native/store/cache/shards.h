@@ -169,7 +169,7 @@ class Shards {
                       .stride_bytes = gradient.stride_bytes(),
                       .owner = bucket,
                       .tier = Tier::nvme,
-                      .is_rank_sum = true});
+                      .life = EntryLife::rank});
   }};
   DeclaredSpace declared_;
   ShardSums sums_;

@@ -241,7 +241,7 @@ void Slots::release_service(Slot& slot, uint32_t index, uint32_t pin) {
 }
 
 void Slots::note(const Entry& entry) {
-  if (entry.is_rank_sum()) {
+  if (is_rank_sum(entry)) {
     // Nobody's to the next daemon, which must not give the place away while its rank writes there.
     if (entry.slot() != nullptr) ledger_.note_slot(slot_record(*entry.slot(), SlotRole::retired));
     return;

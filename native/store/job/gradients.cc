@@ -153,6 +153,7 @@ void Gradients::drop(Job& job, uint64_t session_id) {
     drop_rank_sums(job, *rank, [](uint32_t) { return true; });
   for (const uint32_t index : job.cache().gradient_buckets().list())
     drop_of_session(job, index, session_id, [](const Shard&) { return true; });
+  scratch_.remove_ended(job, session_id);
 }
 
 void Gradients::drop(Job& job, const std::set<uint32_t>& buckets, const Chosen& chosen) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "store/job/scratch.h"
 #include "store/job/store_parts.h"
 #include "store/journal/step_request.h"
 
@@ -18,7 +19,7 @@ class Gradients {
  public:
   using Chosen = std::function<bool(const Shard&)>;
 
-  explicit Gradients(const StoreParts& parts) : parts_(parts) {}
+  explicit Gradients(const StoreParts& parts) : parts_(parts), scratch_(parts) {}
   Gradients(const Gradients&) = delete;
   Gradients& operator=(const Gradients&) = delete;
 
@@ -40,10 +41,11 @@ class Gradients {
   Status drop_of_ranks(uint64_t session_id, const std::vector<uint32_t>& shard_ids);
   /// The rank's own sum of this shard is in that of all ranks.
   void end_rank_sum(uint64_t session_id, uint32_t shard_id);
-  /// The session ends: the gradients that it has added to.
+  /// The session ends: the gradients that it has added to, and scratch of sessions that are gone.
   void drop(Job& job, uint64_t session_id);
   /// All of these buckets that are chosen.
   void drop(Job& job, const std::set<uint32_t>& buckets, const Chosen& chosen);
+  Scratch& scratch() { return scratch_; }
   /// Buckets that were looked at so far.
   uint64_t looked_at_count() const { return looked_at_count_; }
 
@@ -57,6 +59,7 @@ class Gradients {
   void drop_bytes(Job& job, Entry& gradient, std::function<bool()> is_unused);
 
   const StoreParts& parts_;
+  Scratch scratch_;
   uint64_t looked_at_count_ = 0;
 };
 

@@ -267,7 +267,8 @@ const Slot* Job::early_slot(const Entry& entry) const {
 void Job::note_written(uint32_t shard_id) {
   snapshot_.before_change(shard_id);
   shards_[shard_id].written = true;
-  durable_.note_change();
+  // A catalogue says the same of scratch whether it is written or not.
+  if (!is_scratch(*shards_[shard_id].value)) durable_.note_change();
   journal_.note_shard(shard_id);
 }
 
@@ -307,7 +308,12 @@ void Job::remove(uint32_t shard_id, uint64_t session_id, ExtentStore& extents) {
   if (entry.slot() != nullptr) cache_.slots().retire(entry.take_slot());
   if (entry.pending() != nullptr) cache_.slots().retire(entry.take_pending());
   for (size_t i = 0; i < entry.replicas().size(); ++i) {
-    if (entry.replicas()[i].exists()) space_.release(entry.replica_place(i), extents);
+    if (!entry.replicas()[i].exists()) continue;
+    if (is_scratch(entry)) {
+      space_.replace_gradient(entry.replica_place(i), {}, extents);
+    } else {
+      space_.release(entry.replica_place(i), extents);
+    }
   }
   journal_.forget_extents(entry);
   space_.forget(entry.replicas());

@@ -4,10 +4,9 @@ namespace memd {
 
 void ExtentLog::note_value(const Entry& entry, size_t index) {
   using Kind = LooseKey::Kind;
-  if (entry.is_rank_sum()) return;  // the next daemon has no use for it
-  const bool gradient = entry.kind() == EntryKind::gradient;
-  if (space_.is_updating() && !gradient) return;
-  const Kind kind = gradient                               ? Kind::gradient
+  if (is_rank_sum(entry)) return;  // the next daemon has no use for it
+  if (space_.is_updating() && space_use_of(entry) == SpaceUse::state) return;
+  const Kind kind = entry.kind() == EntryKind::gradient    ? Kind::gradient
                     : entry.kind() == EntryKind::parameter ? Kind::value
                                                            : Kind::bytes;
   ledger_.note_loose(

@@ -682,7 +682,7 @@ void TileTasks::settle(const Running& running,
   const bool is_kept = status.is_ok() && running.is_speculative();
   if (!extent.exists() || is_kept) return;
   const TileTask& task = running.task;
-  if (status.is_ok() && task.entry->kind() == EntryKind::gradient) {
+  if (status.is_ok() && space_use_of(*task.entry) == SpaceUse::gradient) {
     parts_.space.replace_gradient(task.entry->replica_place(task.index), extent, parts_.extents);
   } else if (status.is_ok()) {
     parts_.space.replace(place, extent, parts_.extents);

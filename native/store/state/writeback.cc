@@ -86,11 +86,11 @@ void Writeback::end(Entry& entry, const Status& status) {
   const Residency after = status.is_ok() ? Residency::clean : Residency::dirty;
   parts_.residencies.move(entry, Residency::draining, after);
   // A spilled extent is in no catalogue before the next commit.
-  if (status.is_ok() && entry.kind() != EntryKind::gradient) parts_.durable.note_change();
+  if (status.is_ok() && space_use_of(entry) == SpaceUse::state) parts_.durable.note_change();
 }
 
 bool Writeback::is_due(const Entry& entry, bool with_bytes) const {
-  if (entry.kind() == EntryKind::gradient) return false;
+  if (space_use_of(entry) != SpaceUse::state) return false;
   if (entry.residency() != Residency::dirty || entry.tier() != Tier::nvme) return false;
   if (entry.replicas().empty()) return false;
   if (entry.kind() == EntryKind::parameter) return true;

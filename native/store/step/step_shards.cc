@@ -95,7 +95,7 @@ bool StepShards::are_settled() const {
   const Shards& shards = parts_.job.shards;
   for (const uint32_t id : parts_.job.residencies.busy_ids()) {
     const Entry* const entry = shards.entry(id);
-    if (entry == nullptr || entry->kind() == EntryKind::gradient) continue;
+    if (entry == nullptr || space_use_of(*entry) == SpaceUse::gradient) continue;
     // A parameter that this step does not touch may well be fetched meanwhile.
     const bool fetched_only =
         entry->kind() == EntryKind::parameter && !buckets_.contains(entry->owner());

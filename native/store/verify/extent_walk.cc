@@ -13,6 +13,9 @@ constexpr int kPlacesInTurn = 1000;
 
 using Kind = ExtentPlace::Kind;
 
+/// Commits name its extents.
+bool is_named(const Entry& entry) { return entry.kind() == EntryKind::bytes && !is_scratch(entry); }
+
 size_t owner_count_in(const Snapshot& snapshot, Kind kind) {
   if (snapshot.record == nullptr) return 0;
   return kind == Kind::bytes ? snapshot.record->shards.size() : snapshot.record->buckets.size();
@@ -69,7 +72,7 @@ size_t ExtentPlaces::index_count(const ExtentPlace& place) const {
   const VerifiedJob job = *jobs_.verified(place.job_id);
   if (place.kind != Kind::bytes) return job.durable.tile_count(place.owner);
   const Entry* const entry = job.shards.entry(place.owner);
-  return entry == nullptr || entry->kind() != EntryKind::bytes ? 0 : entry->replicas().size();
+  return entry == nullptr || !is_named(*entry) ? 0 : entry->replicas().size();
 }
 
 std::optional<ExtentRecord> ExtentPlaces::find(const ExtentPlace& place) const {
@@ -180,7 +183,7 @@ uint64_t ExtentPlaces::state_bytes(uint64_t job_id) const {
     for (const ExtentRecord& extent : each->entry.job.catalogue) bytes -= extent.length_bytes;
   }
   for (const Entry* const each : job->shards.entries()) {
-    if (each == nullptr || each->kind() != EntryKind::bytes) continue;
+    if (each == nullptr || !is_named(*each)) continue;
     for (const Replica& replica : each->replicas()) {
       if (job->space.is_referenced(replica)) bytes += replica.length_bytes();
     }
