@@ -31,10 +31,11 @@ from memd_client.errors import CapacityError, InvalidArgument, NotYet
 from memd_client.parameters.away import AwayParameter
 from memd_client.parameters.given_memory import is_row_major
 from memd_client.parameters.in_place import InPlaceParameter
-from memd_client.parameters.module_hooks import own_parameters, stream
+from memd_client.parameters.module_hooks import own_parameters, store_activations, stream
 from memd_client.parameters.parameter import StreamedParameter
 from memd_client.parameters.placement import Placement
 from memd_client.parameters.residency import Classes
+from memd_client.parameters.saved_activations import Activations
 from memd_client.parameters.shared_unscaling import share_unscaling
 from memd_client.parameters.tiles import Tiling, entries_of, tile_name
 from memd_client.parameters.unnamed import unnamed
@@ -111,7 +112,12 @@ def offload(
             It grows after rounds that have needed no more memory than those before, up to three
             quarters of what they have left. After a torch.OutOfMemoryError it is the least until
             such rounds: call `zero_grad()` and run the batch again.
-        activations: not yet.
+        activations: where what autograd saves in a forward of `module` lives until backward needs
+            it: "nvme", or "host": the job's host memory alone. Tensors of 64 KiB and more leave
+            this process; they count against the job's quotas, and no commit has them. It comes back
+            ahead of its use. What a checkpoint inside the module saves is its inputs. None: it
+            stays in this process. Values are those of the forward: a change in place that torch
+            counts is an error in backward, as ever, and any other is not seen there.
         strict: if the job held parameters before this session, it must have those of `module`, and
             by the first step modules and optimizers of this session must have claimed all that it
             held. False: new parameters keep their own values, others stay as they are.
@@ -125,10 +131,8 @@ def offload(
             with that what lives in tier "host"; or the device has less free than `device_bytes`.
             Nothing has changed.
     """
-    if activations is not None:
-        raise NotYet(
-            f"offloading activations comes in a later version: activations={activations!r}"
-        )
+    if activations is not None and activations not in TIERS:
+        raise InvalidArgument(f'activations is "host", "nvme" or None: {activations!r}')
     place = usable_device(device) if device is not None else None
     if place is None and device_bytes is not None:
         raise InvalidArgument(
@@ -142,8 +146,13 @@ def offload(
     ranks = job.ranks
     if process_group is not None:
         _refuse_other_group(RankGroup.find(process_group), ranks)
+    if activations is not None:
+        _refuse_activations(module, job, activations, place)
     if not ranks.are_several:
-        return _offload(module, session, tier=tier, strict=strict, to=(place, device_bytes))
+        _offload(module, session, tier=tier, strict=strict, to=(place, device_bytes))
+        if activations is not None:
+            store_activations(module, Activations(job, activations))
+        return module
     if place is not None:
         raise NotYet(
             f"job {job.name!r}: several ranks with devices come in a later version: device="
@@ -164,6 +173,26 @@ def _refuse_other_group(group: RankGroup, ranks: Ranks) -> None:
         raise InvalidArgument(
             f"process_group has ranks {list(group.members)}, and the session ranks "
             f"{ranks.members}, which average gradients; pass it to connect()"
+        )
+
+
+def _refuse_activations(
+    module: nn.Module, job: Job, activations: str, device: torch.device | None
+) -> None:
+    asked = f"job {job.name!r}: activations={activations!r}"
+    if device is not None:
+        raise NotYet(f"{asked} with device={str(device)!r} comes in a later version; leave one out")
+    if job.ranks.are_several:
+        raise NotYet(f"{asked} with several ranks comes in a later version; leave it out")
+    if not job.store.can_keep_scratch:
+        raise NotYet(
+            f"{asked}: the daemon is older than this client, and would write them with each "
+            "commit; start a new daemon"
+        )
+    if next(module.parameters(), None) is None:
+        raise InvalidArgument(
+            f"{asked}: memd sees what autograd saves while a module with parameters is called, and "
+            f"this {type(module).__name__} has none; offload the model that it is a part of"
         )
 
 

@@ -195,6 +195,7 @@ class FakeDaemon:
     can_maximize: bool = True
     can_amsgrad: bool = True
     can_load_in_place: bool = True
+    can_keep_scratch: bool = True
     maxima_max: int = 1 << 30  # parameters that may have one
     lease_bytes_max: int = 0  # most alive at a time since it was set to 0
     reads_privately: bool = True
@@ -215,6 +216,7 @@ class FakeDaemon:
             can_maximize=self.can_maximize,
             can_amsgrad=self.can_amsgrad,
             can_load_in_place=self.can_load_in_place,
+            can_keep_scratch=self.can_keep_scratch,
         )
         return Session(
             Job(
@@ -446,6 +448,12 @@ class FakeDaemon:
 
     def rank_sum_ended(self, shard_id: int) -> None:
         raise AssertionError(f"only one of several ranks has sums of its own: {shard_id}")
+
+    def scratch_ended(self, shard_id: int) -> None:
+        shard = self.shards[shard_id]
+        assert shard.spec.name.startswith(memd_native.SCRATCH_PREFIX)
+        assert shard.value is not None, "its bytes were ended before"
+        shard.value = None
 
     def follow(self, call: int) -> None:
         self.followed_call = call

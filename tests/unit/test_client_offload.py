@@ -97,7 +97,7 @@ def test_a_parameter_that_cannot_be_offloaded_is_named_and_nothing_changes(
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"activations": "host"}, memd_client.NotYet),
+        ({"activations": "tape"}, memd_client.InvalidArgument),
         ({"device": "nowhere"}, memd_client.InvalidArgument),
         ({"tier": "tape"}, memd_client.InvalidArgument),
     ],

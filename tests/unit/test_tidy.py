@@ -30,7 +30,7 @@ CLIENT_PACKAGES = {
     "base": (
         *("process", "interrupts", "freed_memory", "dynamo", "identity", "overlaps", "sizes"),
         *("dtypes", "file_reads", "mapped_files", "address", "credential", "plain", "statistics"),
-        *("stalls", "checksum", "tensor_bytes", "storage_uses"),
+        *("stalls", "checksum", "tensor_bytes", "storage_uses", "kept_memory"),
     ),
     "connection": (
         *("shard", "launcher", "calls", "retry", "attach", "temporary_folders", "embedded"),
@@ -38,18 +38,11 @@ CLIENT_PACKAGES = {
     ),
     "core": (
         *("backward", "ranks", "rank_group", "rank_calls", "rank_changes", "gradient_order"),
-        *(
-            "registration",
-            "parameter_leases",
-            "devices",
-            "leases",
-            "rank_gradients",
-            "tensor_streams",
-            "registry",
-        ),
-        *("snapshot_reader", "temporary_snapshots", "job_store", "tied_names", "first_values"),
+        *("registration", "parameter_leases", "devices", "leases", "rank_gradients"),
+        *("tensor_streams", "registry", "snapshot_reader", "temporary_snapshots", "scratch_uses"),
+        *("job_store", "tied_names", "first_values"),
         *("held_names", "open_steps", "steps", "moving_moments", "old_state", "load", "old_loads"),
-        *("job", "name_uses", "blobs"),
+        *("job", "name_uses", "blobs", "scratch"),
     ),
     "device": (
         *(
@@ -82,7 +75,8 @@ CLIENT_PACKAGES = {
             "views",
         ),
         *("given_memory", "thread_uses", "residency"),
-        *("parameter", "saved_tensors", "away", "in_place", "tiles", "placement", "module_hooks"),
+        *("parameter", "saved_tensors", "away", "in_place", "tiles", "placement"),
+        *("saved_activations", "module_hooks"),
         *("unnamed", "unnamed_parameter", "gathered_tiles", "whole_values", "model_tensors"),
         "loaded_places",
     ),

@@ -21,6 +21,8 @@ class SessionStatistics:
     lease_hits: int  # of these, without a request: in memory, and nobody was writing
     lease_resident_count: int  # of these, without a wait: the hits, and requests for what was there
     leases_held: int  # alive now
+    activation_bytes: int  # in memd now, of what autograd has saved, and the most at a time
+    activation_bytes_max: int
     registered_bytes: int  # host memory that a device's driver has registered for copies
     registration_refusals: int  # how often it has refused: such copies are slower
     # All leases of this process together, waits for the step before them included.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memd_client.base.kept_memory import keep_in_place
 from memd_client.connection.shard import Shard, shard_spec
 from memd_client.core.first_values import OFFLOAD_PREFIX
 from memd_client.core.held_names import UNNAMED_PREFIX
@@ -13,6 +14,7 @@ from memd_client.core.moving_moments import STAGED_PREFIX
 from memd_client.core.name_uses import NameUses
 from memd_client.core.tied_names import TIED_PREFIX
 from memd_client.errors import InvalidArgument, UnknownName
+from memd_native import SCRATCH_PREFIX
 from memd_proto.v1 import session_pb2, types_pb2
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
     from memd_client.core.job import Job
 
-_OWN_PREFIXES = (STAGED_PREFIX, UNNAMED_PREFIX, TIED_PREFIX, OFFLOAD_PREFIX)
+_OWN_PREFIXES = (STAGED_PREFIX, UNNAMED_PREFIX, TIED_PREFIX, OFFLOAD_PREFIX, SCRATCH_PREFIX)
 
 
 class Blobs:
@@ -63,9 +65,12 @@ class Blobs:
         job.refuse_if_unusable()
         self._uses.begin_use([name])
         try:
-            return self._get(name)
+            tensor = self._get(name)
         finally:
             self._uses.end_use([name])
+        if job.store.scratch_uses.is_expected:
+            keep_in_place(tensor)  # memd has its bytes
+        return tensor
 
     def _get(self, name: str) -> torch.Tensor:
         job = self._job

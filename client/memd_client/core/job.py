@@ -15,6 +15,7 @@ from memd_client.core.old_loads import OldLoads
 from memd_client.core.rank_gradients import RankGradients
 from memd_client.core.ranks import Ranks
 from memd_client.core.registry import ShardRegistry
+from memd_client.core.scratch_uses import ScratchUses
 from memd_client.core.steps import Steps
 from memd_client.core.temporary_snapshots import TemporarySnapshots
 from memd_client.core.tensor_streams import TensorStreams
@@ -121,6 +122,8 @@ class Job:
             can_take_masters=attached.can_take_masters,
             can_give_masters=attached.can_give_masters,
             can_load_in_place=attached.can_load_in_place,
+            can_keep_scratch=attached.can_keep_scratch,
+            scratch_uses=ScratchUses(),
         )
         old_loads = OldLoads(self._store, self._steps)
 
@@ -362,6 +365,8 @@ class Job:
             lease_hits=leases.hits if leases else 0,
             lease_resident_count=leases.resident_count if leases else 0,
             leases_held=leases.leases_held if leases else 0,
+            activation_bytes=self._store.scratch_uses.held_bytes,
+            activation_bytes_max=self._store.scratch_uses.held_bytes_max,
             registered_bytes=registration.registered_bytes if registration else 0,
             registration_refusals=registration.refused_count if registration else 0,
             lease_wait_seconds=self._steps.lease_wait_seconds

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from memd_client.core.leases import Leases
     from memd_client.core.ranks import Ranks
     from memd_client.core.registry import ShardRegistry
+    from memd_client.core.scratch_uses import ScratchUses
     from memd_client.core.temporary_snapshots import TemporarySnapshots
     from memd_client.core.tensor_streams import TensorStreams
 
@@ -42,6 +43,8 @@ class JobStore:
     can_give_masters: bool  # the daemon gives them
     # The daemon takes the job back to the snapshot of a load that broke off.
     can_load_in_place: bool
+    can_keep_scratch: bool  # the daemon knows blobs that no commit writes
+    scratch_uses: ScratchUses
 
     def other_session_count(self) -> int:
         """How many other sessions are attached to the job, ranks that train it with this one not

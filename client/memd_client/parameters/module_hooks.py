@@ -19,7 +19,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from threading import local
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from memd_client.base.dynamo import (
 )
 from memd_client.base.identity import ByIdentity
 from memd_client.base.interrupts import interrupts
+from memd_client.base.kept_memory import keep_in_place
 from memd_client.base.sizes import UPDATE_BYTES, format_size
 from memd_client.base.stalls import note_module_calls
 from memd_client.core.backward import note_backward
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import saved_tensors_hooks
 
     from memd_client.parameters.residency import Held, Residency
+    from memd_client.parameters.saved_activations import Activations
     from memd_client.parameters.tiles import Tiling
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -92,7 +94,7 @@ class _Frame:
         return self._module is module
 
     def open(self) -> None:
-        hooks = save_by_name_hooks()
+        hooks = save_by_name_hooks(_storing_in(self._module))
         if hooks is not None:
             hooks.__enter__()
             self._hooks = hooks
@@ -142,6 +144,7 @@ class _ModuleCalls(local):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             _refuse_transform(module)
         _refuse_on_device(module)
+        _refuse_stored_activations(module)
         frames = self._frames
         is_outermost = not frames or not frames[-1].is_compiled
         is_unit = _units.has(module, is_outermost=is_outermost)
@@ -222,8 +225,18 @@ class _Units:
 
 
 _calls = _ModuleCalls()
+# Those of modules whose activations are offloaded. A copy of a module has none.
+_activations: WeakKeyDictionary[nn.Module, Activations] = WeakKeyDictionary()
 _units = _Units()
 _CALL = nn.Module._call_impl.__code__
+
+
+def _storing_in(module: nn.Module) -> Activations | None:
+    """The hooks that store what autograd saves in a call of `module`."""
+    if not _activations:
+        return None
+    found = _activations.get(module)
+    return found if found is not None and found.may_store else None
 
 
 def _modules_on_the_stack() -> list[nn.Module]:
@@ -260,6 +273,16 @@ def stream(module: nn.Module) -> None:
             child.register_state_dict_post_hook(_copy_out)
         # torch.jit.script() calls it, before it fails at these hooks.
         child.__prepare_scriptable__ = _refuse_scripting
+
+
+def store_activations(module: nn.Module, activations: Activations) -> None:
+    """From now on what autograd saves in calls of `module`, or of a part of it that has parameters,
+    is stored by `activations`. Its parameters are offloaded."""
+    for child in module.modules():
+        for buffer in child.buffers(recurse=False):
+            keep_in_place(buffer)
+        if _HOOK_ID in child._forward_hooks:
+            _activations[child] = activations
 
 
 def _hide_hooks(layer: nn.TransformerEncoderLayer) -> None:
@@ -324,6 +347,16 @@ def _refuse_on_device(module: nn.Module) -> None:
         raise NotYet(
             f"job {entry.job.name!r}: torch.compile over parameters on a device, such as "
             f"{entry.shard.label!r}, comes in a later version; call the module without it"
+        )
+
+
+def _refuse_stored_activations(module: nn.Module) -> None:
+    activations = _activations.get(module) if _activations else None
+    if activations is not None:
+        raise NotYet(
+            f"job {activations.job.name!r}: torch.compile with offloaded activations comes in a "
+            f"later version; call this {type(module).__name__} without it, or offload it without "
+            "activations="
         )
 
 

@@ -29,7 +29,7 @@ from memd_client.parameters.residency import residency_of_storage
 from memd_client.parameters.thread_uses import is_in_place_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from memd_client.parameters.casts import Cast
@@ -41,7 +41,7 @@ _reason_hooks_are_refused = torch._C._autograd._saved_tensors_hooks_get_disabled
 
 # Not frozen: a frozen record takes twice as long to make, and every saved tensor needs one.
 @dataclass(slots=True)
-class _SavedView:
+class SavedView:
     """A view of a parameter's bytes as they were after `write_count` writes."""
 
     residency: Residency
@@ -52,7 +52,7 @@ class _SavedView:
 
 
 @dataclass(slots=True)
-class _SavedCast:
+class SavedCast:
     """A view of a cast of a parameter."""
 
     cast: Cast
@@ -62,7 +62,7 @@ class _SavedCast:
 
 
 @dataclass(slots=True)
-class _SavedTensor:
+class SavedTensor:
     """Any other tensor. `detached` shares its bytes and version counter. The tensor itself would
     make a reference cycle through its own graph, and would switch off the check for changes in
     place.
@@ -70,6 +70,16 @@ class _SavedTensor:
 
     detached: torch.Tensor
     version: int
+
+
+class StoringHooks:
+    """A pair of hooks that keeps parameters by name, and does more with other tensors."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        raise NotImplementedError
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        raise NotImplementedError
 
 
 def _residency_of(tensor: torch.Tensor) -> Residency | None:
@@ -80,30 +90,30 @@ def _residency_of(tensor: torch.Tensor) -> Residency | None:
     return residency if residency is not None and residency.shard.dtype == tensor.dtype else None
 
 
-def _cast_of(tensor: torch.Tensor) -> Cast | None:
+def cast_of(tensor: torch.Tensor) -> Cast | None:
     if tensor.layout is not torch.strided:
         return None
     cast = cast_of_storage(tensor.untyped_storage())
     return cast if cast is not None and cast.dtype == tensor.dtype else None
 
 
-def save_by_name_hooks() -> saved_tensors_hooks | None:
+def save_by_name_hooks(storing: StoringHooks | None = None) -> saved_tensors_hooks | None:
     """Hooks for operations with offloaded parameters; None where none are needed or allowed. Inside
     `torch.utils.checkpoint`, whose hooks drop what is saved, a second pair would make the
     recomputation fail or keep what checkpointing drops.
+
+    Args:
+        storing: the pair that stores other tensors too, unless the program has one of its own.
     """
     active: Any = _active_hooks(True)
-    if active is None:
-        if _reason_hooks_are_refused() is not None:
-            return None
-        return saved_tensors_hooks(_pack, _unpack)
+    if _reason_hooks_are_refused() is not None:
+        return None
+    if active is None or (active[0] is _pack and storing is not None):
+        if storing is not None:
+            return saved_tensors_hooks(storing.pack, storing.unpack)
+        return saved_tensors_hooks(_pack, unpack_by_name)
     pack, unpack = active
-    if (
-        pack is _pack
-        or isinstance(getattr(pack, "__self__", None), _Within)
-        or _is_of_checkpoint(pack)
-        or _reason_hooks_are_refused() is not None
-    ):
+    if pack is _pack or _is_of_checkpoint(pack) or _is_of_memd(pack):
         return None
     within = _Within(pack, unpack)
     return saved_tensors_hooks(within.pack, within.unpack)
@@ -121,6 +131,10 @@ def is_kept_by_checkpoint(caller: FrameType) -> bool:
     )
 
 
+def _is_of_memd(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), StoringHooks)
+
+
 def _is_of_checkpoint(hook: Any) -> bool:
     return getattr(hook, "__module__", None) == checkpoint.__name__  # C functions may have none
 
@@ -136,7 +150,7 @@ def saving_by_name() -> Iterator[None]:
             yield
 
 
-class _Within:
+class _Within(StoringHooks):
     """memd's hooks within the user's."""
 
     def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]) -> None:
@@ -145,12 +159,12 @@ class _Within:
 
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
-        view = _saved_view(tensor)
+        view = saved_view(tensor)
         return self._pack(tensor if view is None else SavedBytes.shown(view))
 
     @untraced
-    def unpack(self, packed: Any) -> Any:
-        tensor = self._unpack(packed)
+    def unpack(self, packed: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._unpack(packed)
         # Backward gets the memory itself, as from memd's own hooks.
         return tensor.in_memory() if isinstance(tensor, LazyTensor) else tensor
 
@@ -163,7 +177,7 @@ class SavedBytes:
         self._write_count = write_count
 
     @staticmethod
-    def shown(view: _SavedView) -> LazyTensor:
+    def shown(view: SavedView) -> LazyTensor:
         source = SavedBytes(view.residency, view.write_count)
         form = torch.empty(source.shape, dtype=source.dtype, device="meta")
         form = form.as_strided(view.size, view.stride, view.storage_offset)
@@ -229,7 +243,7 @@ def _contiguous_stride(size: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _saved_view(tensor: torch.Tensor) -> _SavedView | None:
+def saved_view(tensor: torch.Tensor) -> SavedView | None:
     """None if `tensor` shows no parameter's bytes."""
     entry = streamed(tensor)
     if entry is not None:
@@ -238,11 +252,11 @@ def _saved_view(tensor: torch.Tensor) -> _SavedView | None:
         size = tensor.size()
         residency = entry.residency
         count = residency.count_of(tensor) if is_in_place_here(tensor) else residency.write_count
-        return _SavedView(residency, count, size, _contiguous_stride(size), 0)
+        return SavedView(residency, count, size, _contiguous_stride(size), 0)
     source = _residency_of(tensor)
     if source is None:
         return None
-    return _SavedView(
+    return SavedView(
         source,
         source.count_of(tensor),
         tensor.size(),
@@ -252,35 +266,30 @@ def _saved_view(tensor: torch.Tensor) -> _SavedView | None:
 
 
 @untraced
-def _pack(tensor: torch.Tensor) -> _SavedView | _SavedCast | _SavedTensor:
-    view = _saved_view(tensor)
+def _pack(tensor: torch.Tensor) -> SavedView | SavedCast | SavedTensor:
+    view = saved_view(tensor)
     if view is not None:
         return view
-    cast = _cast_of(tensor)
+    cast = cast_of(tensor)
     if cast is not None and cast.may_be_saved(tensor):
-        return _SavedCast(cast, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-    return _SavedTensor(tensor.detach(), tensor._version)
+        return SavedCast(cast, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+    return SavedTensor(tensor.detach(), tensor._version)
 
 
 @untraced
-def _unpack(saved: Any) -> torch.Tensor:
-    if isinstance(saved, _SavedView):
+def unpack_by_name(saved: Any) -> torch.Tensor:
+    if isinstance(saved, SavedView):
         residency = saved.residency
         _refuse_modified(residency, saved.write_count)
         return residency.reread().as_strided(saved.size, saved.stride, saved.storage_offset)
-    if isinstance(saved, _SavedCast):
+    if isinstance(saved, SavedCast):
         cast = saved.cast
         if not cast.is_current:
             raise _modified(
                 f"parameter {cast.source.shard.label!r}", cast.source.write_count, cast.write_count
             )
         return cast.remake().as_strided(saved.size, saved.stride, saved.storage_offset)
-    if saved.detached._version != saved.version:
-        raise _modified(
-            f"a tensor of shape {list(saved.detached.shape)}",
-            saved.detached._version,
-            saved.version,
-        )
+    refuse_modified_tensor(saved.detached.shape, saved.detached._version, saved.version)
     tensor: torch.Tensor = saved.detached
     return tensor
 
@@ -288,6 +297,12 @@ def _unpack(saved: Any) -> torch.Tensor:
 def _refuse_modified(residency: Residency, write_count: int) -> None:
     if residency.write_count != write_count:
         raise _modified(f"parameter {residency.shard.label!r}", residency.write_count, write_count)
+
+
+def refuse_modified_tensor(shape: Sequence[int], found: int, expected: int) -> None:
+    """Raises if a saved tensor that is no parameter was changed in place since."""
+    if found != expected:
+        raise _modified(f"a tensor of shape {list(shape)}", found, expected)
 
 
 def _modified(what: str, found: int, expected: int) -> RuntimeError:
