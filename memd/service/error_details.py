@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # googleapis has no types
 
-from memd.refusal import Refused, StatusCode
+from memd.refusal import Quota, Refused, StatusCode
 from memd_proto.v1 import job_pb2, types_pb2
 
 if TYPE_CHECKING:
@@ -22,6 +22,13 @@ DOMAIN = "memd"
 _JOB_CHARACTERS_MAX = 128
 # Their `name` is that of a job.
 _OF_JOBS = (job_pb2.GetJobRequest, job_pb2.DropJobRequest, job_pb2.SetJobWeightRequest)
+# Quotas of bytes that the native part names: whose they are, and what they limit.
+_BYTE_QUOTAS = {
+    "host_bytes": ("job", "bytes of host_bytes"),
+    "nvme_bytes": ("job", "bytes of nvme_bytes"),
+    "host": ("daemon", "bytes of host, which are free"),
+    "nvme": ("daemon", "bytes of nvme, which are free"),
+}
 # FAILED_PRECONDITION: the call is refused until this holds.
 _PRECONDITIONS = {
     StatusCode.DEVICE: "a device or system call has to work again",
@@ -45,8 +52,7 @@ def details_of(error: Refused | StatusError, *, method: str, job: str) -> list[a
     messages: list[Message] = [own, _error_info(error, code, method=method, job=job)]
     if code in _PRECONDITIONS:
         messages.append(_precondition(code, job))
-    if isinstance(error, Refused) and error.quota is not None:
-        quota = error.quota
+    if (quota := _quota_of(error)) is not None:
         violation = error_details_pb2.QuotaFailure.Violation(
             subject=quota.holder, description=f"at most {quota.most} {quota.what}"
         )
@@ -56,6 +62,15 @@ def details_of(error: Refused | StatusError, *, method: str, job: str) -> list[a
         delay.FromMilliseconds(round(error.retry_after_s * 1e3))
         messages.append(error_details_pb2.RetryInfo(retry_delay=delay))
     return [_packed(message) for message in messages]
+
+
+def _quota_of(error: Refused | StatusError) -> Quota | None:
+    if isinstance(error, Refused):
+        return error.quota
+    if not error.quota_name:
+        return None
+    holder, what = _BYTE_QUOTAS[error.quota_name]
+    return Quota(holder=holder, what=what, most=error.quota_bytes)
 
 
 def _error_info(

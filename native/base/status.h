@@ -31,6 +31,13 @@ enum class StatusCode : uint32_t {
   in_use = 12,            // somebody uses it, who has to end first
 };
 
+/// Bytes that a request would exceed, for programs; the message says so to people. "host_bytes" and
+/// "nvme_bytes" are a job's quotas; "host" and "nvme" are what the daemon has free.
+struct ByteQuota {
+  const char* name;
+  uint64_t bytes_max;
+};
+
 class [[nodiscard]] Status {
  public:
   Status() = default;
@@ -44,10 +51,18 @@ class [[nodiscard]] Status {
   /// The errno of a failed system call, 0 where there was none.
   int error_number() const { return error_number_; }
   const std::string& message() const { return message_; }
+  const std::optional<ByteQuota>& quota() const { return quota_; }
+
+  /// The same failure, about that quota.
+  Status about(const ByteQuota& quota) && {
+    quota_ = quota;
+    return std::move(*this);
+  }
 
  private:
   StatusCode code_ = StatusCode::ok;
   int error_number_ = 0;
+  std::optional<ByteQuota> quota_;
   std::string message_;
 };
 

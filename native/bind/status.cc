@@ -14,7 +14,9 @@ PyObject* status_error = nullptr;  // lives as long as the module, which is neve
 void bind_status(nb::module_& module) {
   status_error = PyErr_NewExceptionWithDoc("memd_native._core.StatusError",
                                            "Something outside failed. `code` is a StatusCode of "
-                                           "native/base/status.h, `error_number` an errno or 0.",
+                                           "native/base/status.h, `error_number` an errno or 0, "
+                                           "`quota_name` that of a quota of `quota_bytes` that "
+                                           "the request would exceed, or empty.",
                                            nullptr,
                                            nullptr);
   if (status_error == nullptr) throw nb::python_error();
@@ -26,6 +28,8 @@ nb::object status_exception(const Status& status) {
   nb::object exception = type(nb::str(status.message().c_str(), status.message().size()));
   exception.attr("code") = static_cast<uint32_t>(status.code());
   exception.attr("error_number") = status.error_number();
+  exception.attr("quota_name") = status.quota() ? status.quota()->name : "";
+  exception.attr("quota_bytes") = status.quota() ? status.quota()->bytes_max : 0;
   return exception;
 }
 

@@ -2,11 +2,13 @@
 memd_native._core.StatusError:
     class StatusError(Exception):
         """
-        Something outside failed. `code` is a StatusCode of native/base/status.h, `error_number` an errno or 0.
+        Something outside failed. `code` is a StatusCode of native/base/status.h, `error_number` an errno or 0, `quota_name` that of a quota of `quota_bytes` that the request would exceed, or empty.
         """
 
         code: int
         error_number: int
+        quota_name: str
+        quota_bytes: int
 
 memd_native._core.IO_SECONDS_BOUNDS:
     IO_SECONDS_BOUNDS: list[float]

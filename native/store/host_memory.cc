@@ -31,7 +31,8 @@ Status HostMemory::give(Job& job) {
                  "with a larger --host: wanted ",
                  count * segment_bytes,
                  " bytes, free ",
-                 parts_.pool.segment_count_free() * segment_bytes);
+                 parts_.pool.segment_count_free() * segment_bytes)
+        .about({"host", parts_.pool.segment_count_free() * segment_bytes});
   }
   const HostNeeded needed = Admission::host_needed(job.shards().declared(), segment_bytes);
   if (needed.total_bytes() > count * segment_bytes && needed.state_bytes != 0) {
@@ -41,7 +42,8 @@ Status HostMemory::give(Job& job) {
                  " keeps parameters in tier host, which need more; ask for a larger host_bytes: ",
                  needed.text(),
                  "; host_bytes ",
-                 count * segment_bytes);
+                 count * segment_bytes)
+        .about({"host_bytes", count * segment_bytes});
   }
   const uint64_t tag = parts_.commits.catalogue_tag(job.job_id());
   if (Status opened = job.kept().open_ledger(parts_.keepsakes, segment_bytes, tag); !opened.is_ok())

@@ -65,7 +65,8 @@ Result<Job*> JobAdmissions::admit(const OpenJobRequest& request) {
                  "a larger --nvme: wanted ",
                  request.nvme_bytes,
                  " bytes, free ",
-                 nvme_free_bytes);
+                 nvme_free_bytes)
+        .about({"nvme", nvme_free_bytes});
   }
   auto created = Job::create(
       {.job_id = store_.commits.take_job_id(), .name = request.name, .uid = request.uid});

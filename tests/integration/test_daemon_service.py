@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import subprocess
 import sys
 from array import array
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]  # googleapis has no types
+from grpc_status import rpc_status  # type: ignore[import-untyped]  # has no types
 
 import memd_client
 import memd_native
@@ -65,6 +68,15 @@ def get(client: Attached, session_id: int, name: str) -> bytes:
 def details_of(error: pytest.ExceptionInfo[grpc.RpcError]) -> tuple[grpc.StatusCode, str]:
     call: Any = error.value
     return call.code(), call.details()
+
+
+def quota_of(error: pytest.ExceptionInfo[grpc.RpcError]) -> tuple[str, str]:
+    """Whose the quota is that the call would exceed, and which."""
+    failure = error_details_pb2.QuotaFailure()
+    status = rpc_status.from_call(error.value)
+    assert [detail.Unpack(failure) for detail in status.details].count(True) == 1
+    (violation,) = failure.violations
+    return violation.subject, violation.description
 
 
 @pytest.mark.parametrize("size_bytes", [1, 4095, 4096, 1 << 20, (8 << 20) + 5])
@@ -272,6 +284,11 @@ def test_a_tensor_larger_than_the_pool_is_refused(client: Attached, session_id: 
     code, message = details_of(error)
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "huge" in message
+    holder, quota = quota_of(error)
+    assert holder == "job"
+    found = re.fullmatch(r"at most (\d+) bytes of host_bytes", quota)
+    assert found
+    assert message.endswith(f"the arena has at most {found[1]}")
 
 
 @pytest.mark.parametrize("fields", [{"host_bytes": 1 << 50}, {"nvme_bytes": 1 << 50}])
@@ -283,9 +300,32 @@ def test_a_quota_beyond_what_is_free_is_refused_with_both_figures(
     code, message = details_of(error)
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert str(1 << 50) in message
-    assert "free" in message
+    holder, quota = quota_of(error)
+    (name,) = fields
+    free_bytes = message.rpartition("free ")[2]
+    assert holder == "daemon"
+    assert quota == f"at most {free_bytes} bytes of {name.partition('_')[0]}, which are free"
     jobs = client.call(client.jobs.ListJobs, job_pb2.ListJobsRequest()).jobs
     assert "greedy" not in {job.name for job in jobs}
+
+
+@pytest.mark.parametrize("quota", ["host_bytes", "nvme_bytes"])
+def test_shards_beyond_a_quota_of_their_job_are_refused_with_that_quota(
+    client: Attached, quota: str
+) -> None:
+    quotas = {"host_bytes": 16 << 20, "nvme_bytes": 28 << 20}
+    session_id = client.attach("quotas", **quotas).session_id
+    specs = [spec_of(f"blob{number}", 4 << 20) for number in range(8)]
+    if quota == "host_bytes":
+        specs = specs[:1]
+        specs[0].kind = types_pb2.SHARD_KIND_PARAMETER
+        specs[0].dtype = types_pb2.D_TYPE_FLOAT32
+        specs[0].tier = types_pb2.TIER_HOST
+    request = session_pb2.DeclareRequest(session_id=session_id, shards=specs)
+    with pytest.raises(grpc.RpcError) as error:
+        client.call(client.sessions.Declare, request)
+    assert quota_of(error) == ("job", f"at most {quotas[quota]} bytes of {quota}")
+    client.call(client.jobs.DropJob, job_pb2.DropJobRequest(name="quotas", force=True))
 
 
 @pytest.mark.parametrize("last", ["bad", "too much", "good"])

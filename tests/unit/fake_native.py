@@ -29,6 +29,7 @@ def status_error(code: StatusCode, message: str) -> StatusError:
     error = StatusError(message)
     error.code = int(code)
     error.error_number = 0
+    error.quota_name, error.quota_bytes = "", 0
     return error
 
 

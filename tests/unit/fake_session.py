@@ -45,6 +45,7 @@ def status_error(code: int, message: str) -> memd_native.StatusError:
     error = memd_native.StatusError(message)
     error.code = code
     error.error_number = 0
+    error.quota_name, error.quota_bytes = "", 0
     return error
 
 

@@ -534,6 +534,32 @@ def test_a_limit_of_sessions_is_a_quota_that_does_not_pass_by_itself(service: Se
     assert violation.description == "at most 32 sessions"
 
 
+@pytest.mark.parametrize(
+    ("name", "subject", "description"),
+    [
+        ("host_bytes", "job", "at most 4096 bytes of host_bytes"),
+        ("nvme_bytes", "job", "at most 4096 bytes of nvme_bytes"),
+        ("host", "daemon", "at most 4096 bytes of host, which are free"),
+        ("nvme", "daemon", "at most 4096 bytes of nvme, which are free"),
+    ],
+)
+def test_a_quota_of_bytes_that_the_data_plane_names_is_told(
+    service: Service, monkeypatch: pytest.MonkeyPatch, name: str, subject: str, description: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        failed = status_error(StatusCode.CAPACITY, "no room")
+        failed.quota_name, failed.quota_bytes = name, 4096
+        raise failed
+
+    monkeypatch.setattr(service.server, "attach", fail)
+    with pytest.raises(grpc.RpcError) as error:
+        service.caller().attach()
+    details = details_by_name(refusal_of(error))
+    assert list(details) == ["ErrorInfo", "QuotaFailure"]
+    (violation,) = details["QuotaFailure"].violations
+    assert (violation.subject, violation.description) == (subject, description)
+
+
 def test_a_client_with_a_range_is_served_in_the_version_that_it_chose(service: Service) -> None:
     spoken = types_pb2.ProtocolRange(oldest=1, newest=PROTOCOL_VERSION + 5)
     assert service.caller().attach(protocol_range=spoken).session_id != 0

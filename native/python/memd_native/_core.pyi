@@ -7,11 +7,13 @@ from numpy.typing import NDArray
 
 class StatusError(Exception):
     """
-    Something outside failed. `code` is a StatusCode of native/base/status.h, `error_number` an errno or 0.
+    Something outside failed. `code` is a StatusCode of native/base/status.h, `error_number` an errno or 0, `quota_name` that of a quota of `quota_bytes` that the request would exceed, or empty.
     """
 
     code: int
     error_number: int
+    quota_name: str
+    quota_bytes: int
 
 class AdamSettings:
     def __init__(self, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool, maximize: bool = False, amsgrad: bool = False) -> None:

@@ -185,7 +185,8 @@ Status Shards::check(const ShardSpec& spec, uint64_t bytes_max) const {
                  "larger than the job's memory; raise host_bytes: ",
                  *bytes,
                  " bytes, the arena has at most ",
-                 bytes_max);
+                 bytes_max)
+        .about({"host_bytes", bytes_max});
   }
   return Status::ok();
 }

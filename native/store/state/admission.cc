@@ -129,7 +129,8 @@ Status Admission::check(const DeclaredSpace& wanted,
                  " bytes = ",
                  needed.text(),
                  "; nvme_bytes ",
-                 parts_.space.quota_bytes());
+                 parts_.space.quota_bytes())
+        .about({"nvme_bytes", parts_.space.quota_bytes()});
   }
   // Records lie outside the pool: each job has room for a model of some ten thousand shards, and
   // more where it was admitted to more memory.
@@ -237,7 +238,8 @@ Status Admission::reserve_host(const DeclaredSpace& wanted) const {
                "; host_bytes ",
                memory->bytes(),
                ", free for tier host ",
-               memory->host_bytes_max());
+               memory->host_bytes_max())
+      .about({"host_bytes", memory->bytes()});
 }
 
 SpaceNeeded Admission::space_needed(const DeclaredSpace& declared,

@@ -456,7 +456,8 @@ Status TileTasks::reserve(const TileTask& task, uint64_t length_bytes, ExtentRec
                  " bytes more are wanted than ",
                  space.taken_text(use),
                  "; nvme_bytes ",
-                 space.quota_bytes());
+                 space.quota_bytes())
+        .about({"nvme_bytes", space.quota_bytes()});
   }
   auto allocated = parts_.extents.allocate(static_cast<uint32_t>(length_bytes));
   while (allocated.status().code() == StatusCode::capacity && find_more())

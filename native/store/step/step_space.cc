@@ -65,7 +65,8 @@ Status StepSpace::try_promise(uint64_t needed_bytes) const {
                job.space.quota_bytes(),
                " bytes used, ",
                needed_bytes,
-               " more needed");
+               " more needed")
+      .about({"nvme_bytes", job.space.quota_bytes()});
 }
 
 struct StepSpace::Need {
