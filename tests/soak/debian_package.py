@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import re
 import shutil
 import sys
@@ -30,6 +31,8 @@ SYSTEM = ("systemd-sysv", "dbus", "python3", "python3-venv", "man-db", "bash-com
 TOOLS = {"debootstrap": "debootstrap", "systemd-nspawn": "systemd-container"}
 # What users of smaller machines write too, before they install.
 SIZES = "[Service]\nEnvironment=MEMD_HOST=256MiB MEMD_NVME=1GiB\n"
+# An administrator's own setting.
+FRAGMENT, FRAGMENT_TEXT = "/etc/memd/conf.d/site.toml", 'scrub = "8MiB"'
 PROBE = ("memd", "status", "--probe")
 TRAINER = "alice"
 UNITS = ("memd.service", "memd.socket")
@@ -112,7 +115,7 @@ def make_base() -> Path:
     run("debootstrap", "--variant=minbase", include, suite(), base)
     house = base / "srv" / "wheelhouse"
     torch = os.environ.get("TORCH") or run(PYTHON, ROOT / "deploy" / "setup" / "choose_torch.py")
-    (wheel,) = (ROOT / "dist").glob("memd-*-cp311-cp311-*.whl")
+    (wheel,) = (ROOT / "dist").glob(f"memd-*-cp311-cp311-*_{platform.machine()}.whl")
     say(f"downloading what trains: {torch.strip()}")
     pip = (PYTHON, "-m", "pip", "--disable-pip-version-check")
     options = ("--quiet", "--only-binary", ":all:", "--dest", house)
@@ -219,6 +222,11 @@ def check_commands(system: BootedRoot) -> None:
     system.do("ls", "/usr/share/doc/memd/README.md", "/etc/memd/memd.toml")
     if changed := system.do("dpkg", "--verify", "memd"):
         raise Failure(f"dpkg finds other files than it installed:\n{changed}")
+    # The next daemon reads it, and a purge deletes it.
+    system.do("mkdir", "/etc/memd/conf.d")
+    system.do("bash", "-c", f"echo '{FRAGMENT_TEXT}' >{FRAGMENT}")
+    if FRAGMENT not in system.do("memd", "config"):
+        raise Failure(f"memd does not read {FRAGMENT}")
     # Bob is in no group of memd.
     system.do("useradd", "bob")
     if not system.fails("runuser", "-u", "bob", "--", "memd", "status"):
@@ -230,7 +238,7 @@ def check_removed(system: BootedRoot) -> None:
     system.do("apt-get", "remove", "--yes", "memd")
     if not system.fails("systemctl", "is-active", "memd.service"):
         raise Failure("the service runs after its package was removed")
-    system.do("ls", "/etc/memd/memd.toml", "/var/lib/memd/memd.volume")
+    system.do("ls", "/etc/memd/memd.toml", FRAGMENT, "/var/lib/memd/memd.volume")
 
 
 def paths_of(system: BootedRoot) -> set[str]:

@@ -184,6 +184,37 @@ def test_the_shell_takes_the_script(name: str) -> None:
         subprocess.run(["shellcheck", f"--shell={shell}", "--severity=warning", script], check=True)
 
 
+def test_a_purge_leaves_nothing_and_a_removal_all(tmp_path: Path) -> None:
+    """The script with folders of this test in place of the system's."""
+    etc, state, run = (tmp_path / name for name in ("etc/memd", "lib/memd", "run/memd"))
+    kept = (etc / "conf.d" / "site.toml", state / "memd.volume", run / "attach.sock")
+    for file in kept:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    script = (DEBIAN / "memd.postrm").read_text(encoding="utf-8")
+    for path, place in (("/etc/memd", etc), ("/var/lib/memd", state), ("/run/memd", run)):
+        script = re.sub(rf"(?<=\s){path}\b", str(place), script)
+
+    def call(action: str) -> list[Path]:
+        subprocess.run(["sh", "-c", script, "postrm", action], check=True)
+        return [path for path in (etc, state, run, *kept) if path.exists()]
+
+    assert call("remove") == [etc, state, run, *kept]
+    # dpkg removes its own configuration and calls with this again.
+    assert call("purge") == []
+    assert call("purge") == []
+
+
+def test_a_purge_leaves_what_others_put_beside_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "conf.d").mkdir()
+    (tmp_path / "theirs").touch()
+    script = (DEBIAN / "memd.postrm").read_text(encoding="utf-8")
+    script = script.replace("/etc/memd", str(tmp_path)).replace("/var/lib", f"{tmp_path}/none")
+    script = script.replace("/run/memd", f"{tmp_path}/none")
+    subprocess.run(["sh", "-c", script, "postrm", "purge"], check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
 @pytest.mark.parametrize("target", ["deb", "try-deb"])
 def test_the_makefile_runs_the_programs(target: str) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
