@@ -26,6 +26,14 @@ class MemdError(Exception):
     do.
     """
 
+    _retry_after_s: float | None = None
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """Set where the refusal passes by itself: the same call may be made again, no sooner than
+        that."""
+        return self._retry_after_s
+
 
 class InvalidArgument(MemdError, ValueError):
     """The caller asked for something that cannot be done. Nothing has changed."""
@@ -118,11 +126,15 @@ CODE_DEADLINE = 9
 CODE_UNAVAILABLE = 10
 
 
-def from_code(code: int, message: str, error_number: int = 0) -> MemdError:
+def from_code(
+    code: int, message: str, error_number: int = 0, *, retry_after_s: float | None = None
+) -> MemdError:
     """The exception for a StatusCode of native/base/status.h."""
     if code == _DEVICE:
         return DeviceError(message, error_number)
-    return _BY_CODE.get(code, DaemonFailed)(message)
+    error = _BY_CODE.get(code, DaemonFailed)(message)
+    error._retry_after_s = retry_after_s
+    return error
 
 
 def retold(error: MemdError, message: str) -> MemdError:

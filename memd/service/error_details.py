@@ -48,7 +48,10 @@ def job_of(request: Any, peer: Peer) -> str:
 def details_of(error: Refused | StatusError, *, method: str, job: str) -> list[any_pb2.Any]:
     """memd's own detail comes first."""
     code = StatusCode(error.code)
-    own = types_pb2.ErrorDetail(code=code, error_number=error.error_number)
+    retry_after_ms = _retry_after_ms(error)
+    own = types_pb2.ErrorDetail(
+        code=code, error_number=error.error_number, retry_after_ms=retry_after_ms
+    )
     messages: list[Message] = [own, _error_info(error, code, method=method, job=job)]
     if code in _PRECONDITIONS:
         messages.append(_precondition(code, job))
@@ -57,11 +60,17 @@ def details_of(error: Refused | StatusError, *, method: str, job: str) -> list[a
             subject=quota.holder, description=f"at most {quota.most} {quota.what}"
         )
         messages.append(error_details_pb2.QuotaFailure(violations=[violation]))
-    if isinstance(error, Refused) and error.retry_after_s is not None:
+    if retry_after_ms:
         delay = duration_pb2.Duration()
-        delay.FromMilliseconds(round(error.retry_after_s * 1e3))
+        delay.FromMilliseconds(retry_after_ms)
         messages.append(error_details_pb2.RetryInfo(retry_delay=delay))
     return [_packed(message) for message in messages]
+
+
+def _retry_after_ms(error: Refused | StatusError) -> int:
+    if not isinstance(error, Refused) or error.retry_after_s is None:
+        return 0
+    return round(error.retry_after_s * 1e3)
 
 
 def _quota_of(error: Refused | StatusError) -> Quota | None:

@@ -301,6 +301,29 @@ class TestErrors:
         with pytest.raises(kind, match="the reason"):
             control._call(call, session_pb2.SyncRequest(), 1.0)
 
+    @pytest.mark.parametrize(("told_ms", "retry_after_s"), [(1500, 1.5), (0, None)])
+    def test_a_refusal_says_when_the_call_may_be_made_again(
+        self, told_ms: int, retry_after_s: float | None
+    ) -> None:
+        class Refused(grpc.RpcError):
+            def code(self) -> grpc.StatusCode:
+                return grpc.StatusCode.RESOURCE_EXHAUSTED
+
+            def details(self) -> str:
+                return "too many streams at once"
+
+            def trailing_metadata(self) -> Any:
+                detail = types_pb2.ErrorDetail(code=5, retry_after_ms=told_ms)
+                return [("memd-error-bin", detail.SerializeToString())]
+
+        def call(request: Any, *, timeout: float, metadata: Any) -> Any:
+            raise Refused
+
+        control = Control(address="unix:///nowhere", token="secret")
+        with pytest.raises(memd_client.CapacityError) as error:
+            control._call(call, session_pb2.SyncRequest(), 1.0)
+        assert error.value.retry_after_s == retry_after_s
+
     def test_a_daemon_that_is_gone_is_an_error_that_says_so(self, tmp_path: Path) -> None:
         control = Control(address=f"unix://{tmp_path}/memd.sock", token="t")
         with pytest.raises(memd_client.DaemonUnavailable, match="is gone; start it"):

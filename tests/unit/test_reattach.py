@@ -306,6 +306,79 @@ def _raise(failure: Exception) -> None:
     raise failure
 
 
+def busy(retry_after_s: float | None) -> memd_client.MemdError:
+    return from_code(5, "too many steps at once", retry_after_s=retry_after_s)
+
+
+class Refusing:
+    """Refuses calls for a while, and notes the pauses between them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *refusals: memd_client.MemdError) -> None:
+        self.refusals = list(refusals)
+        self.pauses: list[float] = []
+        self.numbers: list[int] = []
+        monkeypatch.setattr(reattach, "pause", self.pauses.append)
+
+    def call(self) -> str:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        return "answered"
+
+    def begin_step(self, request: session_pb2.StepRequest) -> Refusing:
+        self.numbers.append(request.step)
+        return self
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> session_pb2.StepResponse:
+        self.call()
+        return session_pb2.StepResponse(committed_step=self.numbers[-1])
+
+    def step(self, request: session_pb2.StepRequest) -> session_pb2.StepResponse:
+        return self.begin_step(request).result()
+
+
+def test_a_call_that_is_refused_for_a_while_is_made_again_no_sooner_than_the_daemon_says(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = Refusing(monkeypatch, busy(1.5), busy(0.5))
+    assert world.reattach.calling(daemon.call) == "answered"
+    assert daemon.pauses == [1.5, 0.5]
+    assert world.attach_count == 0
+
+
+def test_a_step_that_is_refused_for_a_while_is_sent_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = Refusing(monkeypatch, busy(1.0), busy(1.0))
+    control = ReattachingControl(cast("Control", daemon), world.reattach)
+    call = control.begin_step(session_pb2.StepRequest(session_id=SESSION, step=4))
+    assert call.result().committed_step == 4
+    assert (daemon.numbers, daemon.pauses) == ([4, 4, 4], [1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "retry_after_s", "is_closed"),
+    [
+        pytest.param(PATIENCE_S, None, False, id="something has to be done first"),
+        pytest.param(PATIENCE_S, 2 * PATIENCE_S, False, id="later than the caller waits"),
+        pytest.param(0.0, 1.0, False, id="the caller waits for nothing"),
+        pytest.param(PATIENCE_S, 1.0, True, id="the session is closed"),
+    ],
+)
+def test_a_refusal_that_is_not_waited_out_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, retry_after_s: float | None, is_closed: bool
+) -> None:
+    world = World(seconds=seconds)
+    daemon = Refusing(monkeypatch, busy(retry_after_s))
+    if is_closed:
+        world.reattach.close()
+    with pytest.raises(memd_client.CapacityError, match="too many steps"):
+        world.reattach.calling(daemon.call)
+    assert daemon.pauses == []
+
+
 def test_a_detach_whose_answer_died_with_the_daemon_is_done(world: World) -> None:
     control = ReattachingControl(
         cast("Control", FakeDetach(world, dies_first=True)), world.reattach

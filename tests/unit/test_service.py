@@ -1097,6 +1097,7 @@ def test_one_process_has_not_all_streams(service: Service) -> None:
         assert violation.subject == "process"
         assert violation.description == "at most 8 streams at once"
         assert details["RetryInfo"].retry_delay.ToSeconds() == 1
+        assert refusal.detail.retry_after_ms == 1000
     session_id = other.attach().session_id
     other.put(session_id, blob("x", 4), [b"more"])
     for call, said in streams:

@@ -355,7 +355,10 @@ class Control:
         for key, value in error.trailing_metadata() or ():
             if key == _ERROR_METADATA:
                 detail = types_pb2.ErrorDetail.FromString(value)
-                return from_code(detail.code, message, detail.error_number)
+                retry_after_s = detail.retry_after_ms / 1e3 if detail.retry_after_ms else None
+                return from_code(
+                    detail.code, message, detail.error_number, retry_after_s=retry_after_s
+                )
         # CANCELLED: the daemon stops, or the channel was renewed.
         if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             said = self._last_words() if self._last_words is not None else ""

@@ -1,4 +1,5 @@
-"""The daemon restarts while a session is open: wait for it, claim the session again, go on.
+"""The daemon restarts while a session is open: wait for it, claim the session again, go on. A
+daemon that refuses a call for a while is asked again.
 
 The daemon's memory outlives it if a holder or systemd keeps its descriptors. Then leases, gradients
 and rings are as they were, and every call without an answer is repeated. Repeating does no harm:
@@ -147,9 +148,9 @@ class Reattach:
         return self._epoch
 
     def calling(self, call: Callable[[], T], *, lease: bool = False, epoch: int | None = None) -> T:
-        """Returns the result of `call`, which is repeated if the daemon restarted and must
-        therefore be idempotent. `epoch` is the one in which it was first made, if not the present
-        one.
+        """Returns the result of `call`, which is repeated if the daemon restarted, or refused it
+        for a while, and must therefore be idempotent. `epoch` is the one in which it was first
+        made, if not the present one.
 
         Raises:
             SessionFenced: the daemon is back, and does not have this session.
@@ -176,6 +177,12 @@ class Reattach:
                     or time.monotonic() - began > self._seconds
                 ):
                     raise
+            except MemdError as refusal:
+                wait_s = refusal.retry_after_s
+                waited_s = time.monotonic() - began
+                if wait_s is None or self._closed or waited_s + wait_s > self._seconds:
+                    raise
+                pause(wait_s)
 
     def _refuse_in_forked_child(self) -> None:
         """The session is the parent's, and the lock may be held for ever in the child."""
@@ -476,6 +483,9 @@ class RepeatedStep:
             return self._call.result()
         except (DaemonUnavailable, DeadlineExceeded, PermissionDenied, UnknownName):
             self._is_lost = True
+            raise
+        except MemdError as refusal:
+            self._is_lost = refusal.retry_after_s is not None
             raise
 
 

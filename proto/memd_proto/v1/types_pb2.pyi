@@ -97,9 +97,11 @@ class Shard(_message.Message):
     def __init__(self, shard_id: _Optional[int] = ..., spec: _Optional[_Union[ShardSpec, _Mapping]] = ..., generation: _Optional[int] = ..., written: bool = ..., bytes: _Optional[int] = ..., lost: bool = ..., unreadable: bool = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
-    __slots__ = ("code", "error_number")
+    __slots__ = ("code", "error_number", "retry_after_ms")
     CODE_FIELD_NUMBER: _ClassVar[int]
     ERROR_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     code: int
     error_number: int
-    def __init__(self, code: _Optional[int] = ..., error_number: _Optional[int] = ...) -> None: ...
+    retry_after_ms: int
+    def __init__(self, code: _Optional[int] = ..., error_number: _Optional[int] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
