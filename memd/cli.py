@@ -44,7 +44,7 @@ class Commands(click.Group):
             from memd.demo import command
         except ModuleNotFoundError as error:
             raise click.ClickException(
-                f"memd demo needs the package {error.name}: pip install 'memd[demo]'"
+                f"memd demo needs the package {error.name}: pip install {error.name}"
             ) from error
         return command
 

@@ -458,7 +458,7 @@ def token_identity(settings: Settings) -> TokenIdentity:
     except ModuleNotFoundError as error:
         raise Refused(
             StatusCode.INVALID_ARGUMENT,
-            f"identity = \"token\" needs the package {error.name}: pip install 'memd[token]'",
+            f"identity = \"token\" needs the package {error.name}: pip install 'pyjwt[crypto]'",
         ) from error
     keys = TokenKeys(
         Path(settings.token_keys),

@@ -133,7 +133,7 @@ def refuse_without_torch(command_name: str) -> None:
         if importlib.util.find_spec(package) is None:
             raise click.ClickException(
                 f"{command_name} trains with PyTorch, and {package} is not installed: "
-                "pip install 'memd[demo]'"
+                f"pip install {package}"
             )
 
 

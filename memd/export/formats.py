@@ -58,7 +58,7 @@ def format_named(name: str) -> Format:
         raise Refused(
             StatusCode.INVALID_ARGUMENT,
             "files of torch.distributed.checkpoint are made with PyTorch, which is not installed "
-            f"where this command runs ({error}): install memd[client], or take --format "
+            f"where this command runs ({error}): pip install torch, or take --format "
             "safetensors",
         ) from error
     return Format(dcp_files.planned_files, dcp_files.RunChecksum)

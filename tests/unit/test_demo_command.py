@@ -43,7 +43,7 @@ def test_a_missing_torch_is_named_with_its_cure(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     result = CliRunner().invoke(command, [])
     assert result.exit_code == 1
-    assert "pip install 'memd[demo]'" in result.output
+    assert "pip install torch" in result.output
 
 
 def test_a_text_too_short_is_wrong_use(tmp_path: Path) -> None:

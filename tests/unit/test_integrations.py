@@ -30,7 +30,7 @@ def test_a_missing_library_is_named_with_what_to_install(library: str) -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         f"ModuleNotFoundError: memd_client.integrations.{library} needs {library}: "
-        "pip install 'memd[examples]'"
+        f"pip install {library}"
     )
 
 

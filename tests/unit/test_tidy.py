@@ -425,6 +425,19 @@ def test_no_file_names_the_machine_it_was_written_on() -> None:
     ]
 
 
+def test_nobody_is_told_to_install_memd_by_its_name() -> None:
+    """PyPI's memd is another project: a command names a file, a checkout or what is missing."""
+    by_name = re.compile(r"pip install\b.*[\s'\"`]memd(?=[\[=<>~!\"`]|'(?!s)|$)", re.MULTILINE)
+    for named in ("memd", "'memd[server]'", "memd==0.1.0"):
+        assert by_name.search(f"`pip install -U {named}` does it"), named
+    assert not by_name.search("pip install '.[server]' for memd's daemon")
+    assert not by_name.search("pip install 'dist/memd-0.1.0.whl[server]'")
+    wrong = [
+        f"{path}: {found[0]}" for path, text in our_texts() for found in by_name.finditer(text)
+    ]
+    assert wrong == []
+
+
 def test_no_large_file_is_tracked() -> None:
     large = {path for path in repository_files() if path.stat().st_size > FILE_BYTES_MAX}
     assert not large

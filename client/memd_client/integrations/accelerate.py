@@ -13,7 +13,7 @@
                 scheduler.step()
                 optimizer.zero_grad()
 
-Needs `pip install memd[examples]`, or accelerate.
+Needs the package accelerate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ try:
     from accelerate.utils.constants import RNG_STATE_NAME
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"memd_client.integrations.accelerate needs {error.name}: pip install 'memd[examples]'",
+        f"memd_client.integrations.accelerate needs {error.name}: pip install {error.name}",
         name=error.name,
     ) from error
 

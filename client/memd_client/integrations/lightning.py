@@ -7,7 +7,7 @@
     )
     trainer.fit(module, loader)  # after a crash, the next step
 
-Needs `pip install memd[examples]`, or lightning.
+Needs the package lightning.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ try:
 except ModuleNotFoundError as error:
     missing = (error.name or "lightning").partition(".")[0]
     raise ModuleNotFoundError(
-        f"memd_client.integrations.lightning needs {missing}: pip install 'memd[examples]'",
+        f"memd_client.integrations.lightning needs {missing}: pip install {missing}",
         name=missing,
     ) from error
 

@@ -5,7 +5,7 @@
     trainer = CommittedTrainer(model, arguments, train_dataset=dataset, session=session)
     trainer.train()  # after a crash, the next step
 
-Needs `pip install memd[examples]`, or transformers and accelerate.
+Needs the packages transformers and accelerate.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ try:
     from transformers.trainer_pt_utils import reissue_pt_warnings
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"memd_client.integrations.transformers needs {error.name}: pip install 'memd[examples]'",
+        f"memd_client.integrations.transformers needs {error.name}: pip install {error.name}",
         name=error.name,
     ) from error
 
