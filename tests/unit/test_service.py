@@ -28,7 +28,7 @@ from grpc_reflection.v1alpha import (  # type: ignore[import-untyped]  # no type
 from memd import owner
 from memd.peers import SESSIONS_PER_PROCESS_MAX, Peer, Peers
 from memd.refusal import Refused, StatusCode
-from memd.service import access, declarations, wire
+from memd.service import access, control, declarations, wire
 from memd.service.call import FIELDS_MAX, holds_more_fields
 from memd.service.control import SERVICES, ControlServer
 from memd.service.places import RANKS, SHORT_CALLS, STEPS, STREAMS
@@ -1039,16 +1039,56 @@ def test_a_stopping_server_takes_no_new_calls(service: Service) -> None:
 
 def open_streams(caller: Caller, count: int, *, job: str = "gpt") -> list[Any]:
     """Puts under way that send nothing more."""
-    streams = []
-    for number in range(count):
-        session_id = caller.attach(job=job).session_id
-        said: SimpleQueue[tensor_pb2.PutRequest | None] = SimpleQueue()
-        said.put(tensor_pb2.PutRequest(session_id=session_id, spec=blob(f"{number}", 4)))
-        metadata = (("memd-token", caller.peer.token),)
-        requests = iter(said.get, None)
-        call = caller.tensors.Put.future(requests, timeout=TIMEOUT_S, metadata=metadata)
-        streams.append((call, said))
-    return streams
+    sessions = [caller.attach(job=job).session_id for _ in range(count)]
+    return [open_stream(caller, session_id) for session_id in sessions]
+
+
+def open_stream(caller: Caller, session_id: int) -> tuple[Any, SimpleQueue[Any]]:
+    said: SimpleQueue[tensor_pb2.PutRequest | None] = SimpleQueue()
+    said.put(tensor_pb2.PutRequest(session_id=session_id, spec=blob(f"{session_id}", 4)))
+    metadata = (("memd-token", caller.peer.token),)
+    requests = iter(said.get, None)
+    return caller.tensors.Put.future(requests, timeout=TIMEOUT_S, metadata=metadata), said
+
+
+def test_a_call_for_which_there_is_no_thread_is_refused_and_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """gRPC itself refuses it: the daemon has as many threads as its own limits let calls through,
+    and a stream may hold the only one of this test."""
+    monkeypatch.setattr(control, "WORKERS_MAX", 1)
+    service: Service = request.getfixturevalue("service")
+    caller = service.caller()
+    session_id = caller.attach().session_id
+    held: list[tuple[Any, SimpleQueue[Any]]] = []
+
+    def ask() -> Any:
+        return caller.call(caller.status.GetStatus, status_pb2.GetStatusRequest())
+
+    def is_held() -> bool:
+        # The call before it may still be counted when its answer is here.
+        if not held or held[-1][0].done():
+            held.append(open_stream(caller, session_id))
+        return service.control.gate.places_taken(STREAMS) == 1
+
+    wait_until(is_held)
+    with pytest.raises(grpc.RpcError) as error:
+        ask()
+    refusal = refusal_of(error)
+    assert refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert refusal.detail.code == 0, "the daemon's own refusals have one"
+    for _, said in held:
+        said.put(tensor_pb2.PutRequest(data=b"data"))
+        said.put(None)
+    assert held[-1][0].result().shard.written
+
+    def is_free() -> bool:
+        try:
+            return bool(ask().version)
+        except grpc.RpcError:
+            return False
+
+    wait_until(is_free)
 
 
 def test_streams_that_send_nothing_keep_nobody_from_anything_else(service: Service) -> None:
