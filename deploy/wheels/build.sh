@@ -61,6 +61,15 @@ ensure_environment() {
   printf '%s' "$key" >"$place/made"
 }
 
+# Any interpreter runs these, so that another one's run leaves them as they are: the compiler's headers lie there, and with
+# new ones every object would be compiled again.
+ensure_tools() {
+  local made
+  made=$(cat "$tools/made" 2>/dev/null || true)
+  [[ ${made#* } != "$*" ]] || ! "$tools/bin/python" -c '' 2>/dev/null || return 0
+  ensure_environment "$tools" "${pythons[0]}" "$@"
+}
+
 # apt-get with the lists of one more architecture, which the system's own do not have.
 target_apt() {
   local state=$folder/apt
@@ -147,7 +156,7 @@ started=$SECONDS
 epoch=$(git log -1 --format=%ct 2>/dev/null || date +%s)
 mapfile -t tool_packages < <(requirements project optional-dependencies wheels)
 mapfile -t build_packages < <(requirements build-system requires)
-ensure_environment "$tools" "${pythons[0]}" "${tool_packages[@]}"
+ensure_tools "${tool_packages[@]}"
 zig=$("$tools/bin/python" -c 'import ziglang, pathlib; print(pathlib.Path(ziglang.__file__).with_name("zig"))')
 export ZIG_GLOBAL_CACHE_DIR=$folder/zig ZIG_LOCAL_CACHE_DIR=$folder/zig
 for index in "${!pythons[@]}"; do

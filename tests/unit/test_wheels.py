@@ -164,6 +164,34 @@ def test_an_interpreter_that_is_too_old_is_refused_in_a_sentence(tmp_path: Path)
     assert "no CPython 3.11 or later starts" in answer.stderr
 
 
+@pytest.mark.parametrize(
+    ("asked", "python", "is_kept"),
+    [
+        (["zig==1", "wheel==2"], sys.executable, True),
+        (["zig==1", "wheel==3"], sys.executable, False),
+        (["zig==1", "wheel==2"], "/bin/false", False),
+    ],
+    ids=["by another interpreter", "with other packages", "whose interpreter is gone"],
+)
+def test_tools_stay_as_they_are_for_another_interpreter(
+    tmp_path: Path, asked: list[str], python: str, *, is_kept: bool
+) -> None:
+    """New ones would have new headers, and every object would be compiled again."""
+    script = (WHEELS / "build.sh").read_text(encoding="utf-8")
+    (function,) = re.findall(r"^ensure_tools\(\) \{\n.*?^\}\n", script, re.MULTILINE | re.DOTALL)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(python)
+    (tmp_path / "made").write_text("/where/it/was/python3 zig==1 wheel==2")
+    program = "ensure_environment() { echo installs; }; pythons=(/usr/bin/python3)\n"
+    answer = subprocess.run(
+        ["bash", "-euc", f'tools={tmp_path}\n{program}{function}ensure_tools "$@"', "bash", *asked],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.stdout == ("" if is_kept else "installs\n")
+
+
 @pytest.mark.parametrize("script", sorted(WHEELS.glob("*.sh")), ids=lambda path: path.name)
 def test_bash_takes_the_script(script: Path) -> None:
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
