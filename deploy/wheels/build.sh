@@ -110,8 +110,9 @@ sys.exit(main())' "$architecture" repair "$@"
 build_wheel() {
   local python=$1 version=$2 raw=$folder/raw/$architecture-$2 environment=$folder/python$2
   rm -rf "$raw"
-  # The cache names the interpreter that was found; objects that no interpreter has a part in stay.
-  rm -f "$build/CMakeCache.txt"
+  # The cache names the interpreter that was found; objects that no interpreter has a part in stay. scikit-build-core would
+  # delete them for an environment other than the one in its note.
+  rm -f "$build/CMakeCache.txt" "$build/.skbuild-info.json"
   say "compiling for $architecture, Python $version"
   # The names of the target's files and wheel, where the interpreter would give its own.
   env PATH="$tools/bin:$PATH" CMAKE_GENERATOR=Ninja CMAKE_BUILD_PARALLEL_LEVEL="${JOBS:-$(nproc)}" \

@@ -191,14 +191,13 @@ class Workshop:
         return Outcome(cell=cell, has_passed=True, result=f"{result}{scope}", versions=versions)
 
     def _wheel(self, cell: Cell) -> Path:
-        """Compiled once for each interpreter. Objects that no interpreter has a part in stay: the
-        cache alone names the one that was found."""
+        """Compiled once for each interpreter. Objects that no interpreter has a part in stay."""
         if cell.version not in self._wheels:
             folder, native = self._folder / f"wheel-{cell.version}", self._folder / "native"
             python = self._environment(folder / "tools", cell.python)
             self._pip(python, "install", "--upgrade", *build_requirements())
             shutil.rmtree(folder / "wheel", ignore_errors=True)
-            (native / "CMakeCache.txt").unlink(missing_ok=True)
+            forget_interpreter(native)
             options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder / "wheel")]
             options += ["--config-settings", f"build-dir={native}"]
             jobs = {"CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)}
@@ -298,6 +297,13 @@ class Workshop:
         with self._log.open("a") as log:
             log.write(f"$ {' '.join(command)}\n{done.stdout}\n")
         return done
+
+
+def forget_interpreter(build: Path) -> None:
+    """CMake's cache names the one that was found, and scikit-build-core deletes all objects for an
+    environment other than the one in its note."""
+    for name in ("CMakeCache.txt", ".skbuild-info.json"):
+        (build / name).unlink(missing_ok=True)
 
 
 def last_line(said: str) -> str:

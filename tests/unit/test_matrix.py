@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from scikit_build_core.cmake import CMake, CMaker
 
 from tests.compat import matrix
 from tests.compat.matrix import (
@@ -24,6 +25,7 @@ from tests.compat.matrix import (
     Workshop,
     cells_of,
     faults,
+    forget_interpreter,
     interpreters,
     last_error,
     last_line,
@@ -75,6 +77,29 @@ def test_this_interpreter_is_found_and_one_that_does_not_start_is_not(
     assert interpreters() == {HERE: os.path.realpath(sys.executable)}
     monkeypatch.setenv("PYTHONS", str(shim))
     assert interpreters() == {}
+
+
+def test_objects_stay_for_the_next_interpreter(tmp_path: Path) -> None:
+    """As the build backend of another environment finds them."""
+    source, build = tmp_path / "native", tmp_path / "build"
+    source.mkdir()
+    compiled = build / "CMakeFiles" / "memd_core.dir" / "hash.cc.o"
+
+    def configure() -> None:
+        CMaker(CMake.default_search(), source_dir=source, build_dir=build, build_type="Release")
+
+    configure()
+    note = build / ".skbuild-info.json"
+    note.write_text(note.read_text().replace("scikit_build_core", "another_environment"))
+    compiled.parent.mkdir(parents=True)
+    compiled.touch()
+    (build / "CMakeCache.txt").touch()
+    forget_interpreter(build)
+    assert not (build / "CMakeCache.txt").exists()
+    configure()
+    assert compiled.exists()
+    script = (ROOT / "deploy" / "wheels" / "build.sh").read_text(encoding="utf-8")
+    assert all(f'"$build/{name}"' in script for name in ("CMakeCache.txt", note.name))
 
 
 def test_the_table_names_what_passed_what_failed_and_what_is_not_here() -> None:
