@@ -114,10 +114,11 @@ def offload(
             such rounds: call `zero_grad()` and run the batch again.
         activations: where what autograd saves in a forward of `module` lives until backward needs
             it: "nvme", or "host": the job's host memory alone. Tensors of 64 KiB and more leave
-            this process; they count against the job's quotas, and no commit has them. It comes back
-            ahead of its use. What a checkpoint inside the module saves is its inputs. None: it
-            stays in this process. Values are those of the forward: a change in place that torch
-            counts is an error in backward, as ever, and any other is not seen there.
+            this process, or `device`; they count against the job's quotas, and no commit has
+            them. It comes back ahead of its use. What a checkpoint inside the module saves is its
+            inputs. None: it stays where it is. Values are those of the forward: a change in place
+            that torch counts is an error in backward, as ever, and any other is not seen there; of
+            memory of a device it may be seen in part.
         strict: if the job held parameters before this session, it must have those of `module`, and
             by the first step modules and optimizers of this session must have claimed all that it
             held. False: new parameters keep their own values, others stay as they are.
@@ -147,11 +148,11 @@ def offload(
     if process_group is not None:
         _refuse_other_group(RankGroup.find(process_group), ranks)
     if activations is not None:
-        _refuse_activations(module, job, activations, place)
+        _refuse_activations(module, job, activations)
     if not ranks.are_several:
         _offload(module, session, tier=tier, strict=strict, to=(place, device_bytes))
         if activations is not None:
-            store_activations(module, Activations(job, activations))
+            store_activations(module, Activations(job, activations, place))
         return module
     if place is not None:
         raise NotYet(
@@ -176,12 +177,8 @@ def _refuse_other_group(group: RankGroup, ranks: Ranks) -> None:
         )
 
 
-def _refuse_activations(
-    module: nn.Module, job: Job, activations: str, device: torch.device | None
-) -> None:
+def _refuse_activations(module: nn.Module, job: Job, activations: str) -> None:
     asked = f"job {job.name!r}: activations={activations!r}"
-    if device is not None:
-        raise NotYet(f"{asked} with device={str(device)!r} comes in a later version; leave one out")
     if job.ranks.are_several:
         raise NotYet(f"{asked} with several ranks comes in a later version; leave it out")
     if not job.store.can_keep_scratch:

@@ -147,6 +147,10 @@ class Loop:
     max_norm: float | None = None
     autocast: torch.dtype | None = None
     scale: float = 0.0  # with which a GradScaler begins; 0: without one
+    dtype: torch.dtype = torch.float32  # of parameters
+    has_checkpoints: bool = False
+    activations: str | None = None
+    generates: bool = False  # between its steps
 
     def __str__(self) -> str:
         return self.name

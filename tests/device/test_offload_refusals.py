@@ -113,13 +113,6 @@ def test_several_ranks(session: Session, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_nothing_has_changed(model, session)
 
 
-def test_activations(session: Session) -> None:
-    model = build("norms")
-    with pytest.raises(NotYet, match="activations"):
-        memd_client.offload(model, session, device="sim", activations="host")
-    assert_nothing_has_changed(model, session)
-
-
 def test_layers_in_tiles(session: Session) -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     memd_client.tile_linears(model, bytes_max=4096)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,25 +13,34 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 import memd_client
+from memd_client.core.scratch import Scratch
 from memd_client.device import (
+    activation_copies,
     copies,
     departures,
     device_range,
     event_thread,
     filled_memory,
 )
-from memd_client.parameters import gradients, lazy
-from tests.device.offloaded import LOOPS, MIXED_LOOPS, batch, build
+from memd_client.device.activation_copies import ActivationCopies, AwayBytes
+from memd_client.device.event_thread import EventThread
+from memd_client.parameters import gradients, lazy, saved_activations
+from tests.device.offloaded import LOOPS, MIXED_LOOPS, Loop, batch, build
 from tests.device.removed_statements import Statement, removed, statements
 from tests.device.simulation import SIM
 from tests.device.trained import connected, trained
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from tests.daemons import Daemon
+
+    Scenario = Callable[[Daemon, pytest.MonkeyPatch], None]
 
 SEEDS = (2, pytest.param(10, marks=pytest.mark.more))
 _CALLS = ("wait_event", "wait_stream", "record", "record_stream", "synchronize")
 _DEVICE_BYTES = 48 << 10
+_SAVED_BYTES = 1 << 16
 _STREAMS = 32  # of the simulation's pool
 
 
@@ -42,7 +52,10 @@ def _orders(call: ast.Call) -> bool:
 
 WAITS = [
     statement
-    for module in (copies, departures, device_range, event_thread, filled_memory, gradients)
+    for module in (
+        *(activation_copies, copies, departures, device_range, event_thread, filled_memory),
+        gradients,
+    )
     for statement in statements(module, _orders)
 ]
 
@@ -98,8 +111,141 @@ def share_casts(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
         torch.accelerator.synchronize()
 
 
-def race_of(daemon: Daemon, patch: pytest.MonkeyPatch) -> str:
-    for scenario in (train, leave, scale, share_casts):
+def save(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
+    """What autograd saves leaves the device and comes back."""
+    with patch.context() as patched:
+        patched.setattr(saved_activations, "SMALL_BYTES", 256)
+        patched.setattr(activation_copies, "WINDOW_BYTES", 0)
+        trained(daemon, patched, "mlp", "all", Loop("saved", activations="host"))
+
+
+class _LateThread(EventThread):
+    """Does nothing before somebody waits for it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._late: list[tuple[Any, Any]] | None = []
+
+    def after(self, event: torch.Event | None, action: Any) -> None:
+        if self._late is None:
+            super().after(event, action)
+        else:
+            self._late.append((event, action))
+
+    def close(self) -> None:
+        late, self._late = self._late, None
+        for each in late or ():
+            super().after(*each)
+        super().close()
+
+
+class _Saved:
+    """Bytes of one session that leave and come back by hand."""
+
+    def __init__(self, session: Any) -> None:
+        job = session.transaction.job
+        self._scratch = Scratch(job, "host")
+        self._copies = ActivationCopies(
+            session.leases.registration, torch.device("sim", 0), job=job.name
+        )
+        self._slots: dict[AwayBytes, Any] = {}
+
+    def leave(self, source: Tensor) -> AwayBytes:
+        slot = self._scratch.take(_SAVED_BYTES)
+        away = self._copies.leave(
+            source, slot.shard.shard_id, lambda: self._scratch.overwrite(slot)[:_SAVED_BYTES]
+        )
+        self._slots[away] = slot
+        return away
+
+    def bring(self, away: AwayBytes) -> Tensor:
+        slot = self._slots[away]
+        box = away.leases[:1] or [self._scratch.read(slot)[:_SAVED_BYTES]]
+        self._copies.bring(away, slot.shard.shard_id, 0, box)
+        return self.use(away)
+
+    def use(self, away: AwayBytes) -> Tensor:
+        there = self._copies.use(away)
+        assert there is not None
+        return there
+
+    def close(self) -> None:
+        self._copies.close()
+
+
+def _filled() -> Tensor:
+    return torch.full((_SAVED_BYTES,), 7, dtype=torch.uint8, device="sim")
+
+
+@contextmanager
+def saving(daemon: Daemon, patch: pytest.MonkeyPatch) -> Iterator[_Saved]:
+    """The host has seen no copy pass before the end."""
+    with patch.context() as patched, connected(daemon, patch) as session:
+        patched.setattr(activation_copies, "WINDOW_BYTES", 0)
+        patched.setattr(activation_copies, "EventThread", _LateThread)
+        saved = _Saved(session)
+        try:
+            yield saved
+        finally:
+            saved.close()
+
+
+def use_memory_that_was_left(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
+    """And bring back what has left it."""
+    with saving(daemon, patch) as saved:
+        first = saved.leave(_filled())
+        saved.leave(_filled())  # for which the first has to go
+        _filled()  # in its memory
+        with torch.Stream(device="sim"):  # the one that saved it waits for its copy
+            saved.bring(first)
+
+
+def save_memory_of_another_stream(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
+    """Its program has seen to its own uses."""
+    side, here = torch.Stream(device="sim"), torch.accelerator.current_stream()
+    with saving(daemon, patch) as saved:
+        with side:
+            source = _filled()
+        here.wait_stream(side)
+        source.sum()
+        side.wait_stream(here)
+        saved.leave(source)
+        saved.leave(_filled())
+        del source
+        with side:
+            _filled()
+
+
+def use_on_two_streams(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
+    side = torch.Stream(device="sim")
+    with saving(daemon, patch) as saved:
+        away = saved.leave(_filled())
+        saved.leave(_filled())
+        saved.bring(away)
+        with side:
+            saved.use(away).sum()
+        activation_copies.drop(away)
+        _filled()
+
+
+def drop_what_is_leaving(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
+    with saving(daemon, patch) as saved:
+        activation_copies.drop(saved.leave(_filled()))
+        _filled()
+
+
+SCENARIOS = (train, leave, scale, share_casts)
+SAVING_SCENARIOS = (
+    save,
+    use_memory_that_was_left,
+    save_memory_of_another_stream,
+    use_on_two_streams,
+    drop_what_is_leaving,
+)
+
+
+def race_of(daemon: Daemon, patch: pytest.MonkeyPatch, scenarios: Sequence[Scenario]) -> str:
+    for scenario in scenarios:
         try:
             scenario(daemon, patch)
         except Exception as error:  # noqa: BLE001 # whoever misses it
@@ -110,14 +256,14 @@ def race_of(daemon: Daemon, patch: pytest.MonkeyPatch) -> str:
 
 
 def test_the_waits_are_found() -> None:
-    assert len(WAITS) == 13
+    assert len(WAITS) == 25
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_nothing_races(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, seeds: int) -> None:
     for seed in range(seeds):
         SIM.seed(seed)
-        assert race_of(daemon, monkeypatch) == ""
+        assert race_of(daemon, monkeypatch, (*SCENARIOS, *SAVING_SCENARIOS)) == ""
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
@@ -125,7 +271,8 @@ def test_nothing_races(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, seeds: i
 def test_a_removed_wait_is_missed(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, wait: Statement, seeds: int
 ) -> None:
+    scenarios = SAVING_SCENARIOS if wait.module is activation_copies else SCENARIOS
     with removed(wait):
         for seed in range(seeds):
             SIM.seed(seed)
-            assert "race: " in race_of(daemon, monkeypatch)
+            assert "race: " in race_of(daemon, monkeypatch, scenarios)

@@ -65,5 +65,11 @@ def trained(
         patch.setattr(device_budget, "_STEADY_ROUNDS", 1)  # it grows within a few steps
         if device_bytes is not None:
             device_bytes = max(device_bytes, least_bytes(module, session))
-        memd_client.offload(module, session, device="sim", device_bytes=device_bytes)
+        memd_client.offload(
+            module,
+            session,
+            device="sim",
+            device_bytes=device_bytes,
+            activations=loop.activations,
+        )
         return train(module, session, loop, "sim")

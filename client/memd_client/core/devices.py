@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from memd_client.errors import InvalidArgument
 
@@ -19,12 +19,21 @@ if TYPE_CHECKING:
     from memd_client.core.parameter_leases import DeviceTraffic, ParameterLeases
 
 
+class SessionCopies(Protocol):
+    """Copies that end with the session: `activation_copies.ActivationCopies`."""
+
+    def close(self) -> None:
+        """Waits. A second call does nothing."""
+        ...
+
+
 class Devices:
     """Those of one session's models. Any thread may ask."""
 
     def __init__(self) -> None:
         self._traffic: list[DeviceTraffic] = []
         self._leases: dict[int, ParameterLeases] = {}  # by shard id
+        self._others: list[SessionCopies] = []
 
     @property
     def exist(self) -> bool:
@@ -35,6 +44,10 @@ class Devices:
         """From now on these are used on a device."""
         self._traffic.append(traffic)
         self._leases.update((shard.shard_id, leases) for shard in shards)
+
+    def close_too(self, copies: SessionCopies) -> None:
+        """These are no parameters' and no gradients', so no step waits for them."""
+        self._others.append(copies)
 
     def leases_of(self, shard: Shard) -> ParameterLeases:
         """Those of a parameter that is used on a device."""
@@ -74,3 +87,5 @@ class Devices:
         """Waits for the copies. A second call does nothing."""
         for traffic in self._traffic:
             traffic.close()
+        for copies in self._others:
+            copies.close()

@@ -66,6 +66,11 @@ class Scratch:
     def job(self) -> Job:
         return self._job
 
+    @property
+    def may_spill(self) -> bool:
+        """They may leave host memory for the disk."""
+        return self._tier == "nvme"
+
     def take(self, size_bytes: int) -> ScratchSlot:
         """A slot of at least so many bytes.
 
@@ -114,6 +119,11 @@ class Scratch:
         """A lease of its bytes."""
         self._job.refuse_if_unusable()
         return self._job.unordered_leases.value(slot.shard)
+
+    def resident(self, slot: ScratchSlot) -> list[torch.Tensor]:
+        """At most one lease of its bytes, which takes no request; nobody else has it."""
+        lease = self._job.unordered_leases.resident(slot.shard)
+        return [lease] if lease is not None else []
 
     def prefetch(self, slot: ScratchSlot) -> None:
         """Asks the daemon to read it into host memory; returns at once."""

@@ -22,6 +22,8 @@ from memd_client.base.dynamo import untraced
 from memd_client.base.kept_memory import is_kept_in_place
 from memd_client.core.backward import is_in_backward
 from memd_client.core.scratch import Scratch
+from memd_client.device import activation_copies
+from memd_client.device.activation_copies import ActivationCopies
 from memd_client.errors import MemdError, retold
 from memd_client.parameters.residency import residency_of_storage
 from memd_client.parameters.saved_tensors import (
@@ -33,11 +35,17 @@ from memd_client.parameters.saved_tensors import (
     saved_view,
     unpack_by_name,
 )
-from memd_client.parameters.views import is_same_bits
+from memd_client.parameters.stored_bytes import (
+    Span,
+    StoredBytes,
+    StoredCopy,
+    StoredFromDevice,
+    note_stored,
+    stored_copy,
+)
 
 if TYPE_CHECKING:
     from memd_client.core.job import Job
-    from memd_client.core.scratch import ScratchSlot
 
 # Smaller ones stay: a slot costs two requests, and they add up to little.
 SMALL_BYTES = 64 << 10
@@ -46,8 +54,6 @@ AHEAD_BYTES = 64 << 20
 _AHEAD_COUNT = 16
 _ALIGNMENT = 64
 _DTYPES = FROZEN_DTYPES | {torch.float32, torch.bfloat16}
-# An attribute of a storage: where its bytes are stored.
-_STORED = "_memd_stored"
 
 _tracing_state: Any = torch._C._get_tracing_state
 _mode_of: Any = torch._C._get_dispatch_mode
@@ -55,71 +61,11 @@ _PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # of make_fx and torch.expor
 _is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-class _Stored:
-    """Bytes of a storage, in a slot for as long as a graph needs them."""
-
-    __slots__ = ("__weakref__", "_begin", "_end", "_is_asked", "_place", "_scratch", "_slot")
-
-    def __init__(self, scratch: Scratch, slot: ScratchSlot, begin: int, end: int) -> None:
-        self._scratch = scratch
-        self._slot = slot
-        self._begin, self._end = begin, end  # in the slot
-        self._place = 0  # in the order of saving
-        self._is_asked = False
-
-    @untraced
-    def __del__(self) -> None:
-        self._scratch.give_back(self._slot)
-
-    @property
-    def size_bytes(self) -> int:
-        return self._slot.size_bytes
-
-    @property
-    def scratch(self) -> Scratch:
-        return self._scratch
-
-    @property
-    def place(self) -> int:
-        return self._place
-
-    @property
-    def is_asked(self) -> bool:
-        return self._is_asked
-
-    def note_place(self, place: int) -> None:
-        self._place = place
-
-    def covers(self, begin: int, end: int) -> bool:
-        return self._begin <= begin and end <= self._end
-
-    def overwrite(self) -> torch.Tensor:
-        return self._scratch.overwrite(self._slot)
-
-    def prefetch(self) -> None:
-        self._is_asked = True
-        self._scratch.prefetch(self._slot)
-
-    def lease(self) -> torch.Tensor:
-        self._is_asked = False
-        lease = self._scratch.read(self._slot)
-        setattr(lease.untyped_storage(), _STORED, _Copy(ref(self), 0))
-        return lease
-
-
-@dataclass(slots=True)
-class _Copy:
-    """The bytes of a storage are in a slot, this far behind their place in the storage."""
-
-    stored: ref[_Stored]
-    shift: int
-
-
 @dataclass(slots=True)
 class _SavedActivation:
     """A tensor as autograd saved it. `marker` shares its version counter, and none of its bytes."""
 
-    stored: _Stored
+    stored: StoredBytes
     marker: torch.Tensor
     version: int
     size: torch.Size
@@ -127,39 +73,26 @@ class _SavedActivation:
     offset_bytes: int  # in the slot
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """The bytes of a storage between a tensor's first and its last."""
-
-    storage: torch.UntypedStorage
-    begin: int
-    end: int
-
-
-def _grown(span: _Span) -> _Span:
-    """The bytes to store for `span`: all of the storage if it is most of it, as other tensors show
-    the rest."""
-    whole_bytes = span.storage.nbytes()
-    is_most = 2 * (span.end - span.begin) > whole_bytes
-    return _Span(span.storage, 0, whole_bytes) if is_most else span
-
-
-def _bytes_of(span: _Span) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(
-        span.storage, span.begin, (span.end - span.begin,), (1,)
-    )
-
-
 class Activations(StoringHooks):
     """The pair of hooks for the modules of one model. Any thread may call."""
 
-    def __init__(self, job: Job, tier: str) -> None:
+    def __init__(self, job: Job, tier: str, device: torch.device | None) -> None:
+        """
+        Args:
+            device: where they are computed; None: on the CPU.
+        """
         self._job = job
         self._scratch = Scratch(job, tier)
-        self._is_prefetching = tier == "nvme"
-        self._ahead_bytes = min(AHEAD_BYTES, job.host_bytes // 8)
+        self._device = device or torch.device("cpu")
+        self._copies = None
+        if device is not None:
+            leases = job.unordered_leases
+            self._copies = ActivationCopies(leases.registration, device, job=job.name)
+            leases.devices.close_too(self._copies)
+        ahead_bytes = AHEAD_BYTES if device is None else activation_copies.WINDOW_BYTES // 2
+        self._ahead_bytes = min(ahead_bytes, job.host_bytes // 8)
         # In the order of saving. The last one lives, or is about to be taken off.
-        self._saved: list[ref[_Stored]] = []
+        self._saved: list[ref[StoredBytes]] = []
 
     @property
     def job(self) -> Job:
@@ -181,7 +114,7 @@ class Activations(StoringHooks):
         if cast is not None and cast.may_be_saved(tensor):
             return SavedCast(cast, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         if cast is None and self.may_store:
-            span = _span_of(tensor)
+            span = _span_of(tensor, self._device)
             if span is not None:
                 return self._saved_activation(tensor, span)
         return SavedTensor(tensor.detach(), tensor._version)
@@ -193,7 +126,7 @@ class Activations(StoringHooks):
         marker, stored = saved.marker, saved.stored
         refuse_modified_tensor(saved.size, marker._version, saved.version)
         try:
-            lease = stored.lease()
+            shown = stored.shown()
         except MemdError as error:
             raise retold(
                 error,
@@ -201,21 +134,21 @@ class Activations(StoringHooks):
                 "in memd: run backward before the session ends, and run this batch again",
             ) from error
         self._ask_before(stored)
-        return torch.empty(0, dtype=marker.dtype, device="cpu").set_(
-            lease.untyped_storage(),
-            saved.offset_bytes // marker.dtype.itemsize,
+        return torch.empty(0, dtype=marker.dtype, device=self._device).set_(
+            shown.storage,
+            (shown.begin + saved.offset_bytes) // marker.dtype.itemsize,
             saved.size,
             saved.stride,
         )
 
-    def _saved_activation(self, tensor: torch.Tensor, span: _Span) -> _SavedActivation:
+    def _saved_activation(self, tensor: torch.Tensor, span: Span) -> _SavedActivation:
         with torch.no_grad():
-            copy = self._copy_of(span)
+            marker = tensor.detach()
+            marker.data = torch.empty(0, dtype=tensor.dtype, device=self._device)
+            copy = self._copy_of(span, tensor)
             stored = copy.stored() if copy is not None else None
             if copy is None or stored is None:
-                stored, copy = self._store(_grown(span))
-            marker = tensor.detach()
-            marker.data = torch.empty(0, dtype=tensor.dtype, device="cpu")
+                stored, copy = self._store(span.grown(), marker)
         return _SavedActivation(
             stored,
             marker,
@@ -225,43 +158,43 @@ class Activations(StoringHooks):
             int(tensor.storage_offset()) * tensor.element_size() + copy.shift,
         )
 
-    def _copy_of(self, span: _Span) -> _Copy | None:
-        """The place where these bytes are stored already. They are compared: a program may have
-        changed them by ways that count in no version."""
-        copy: _Copy | None = getattr(span.storage, _STORED, None)
+    def _copy_of(self, span: Span, tensor: torch.Tensor) -> StoredCopy | None:
+        """The place where these bytes are stored already."""
+        copy = stored_copy(span.storage)
         stored = copy.stored() if copy is not None else None
         if copy is None or stored is None or stored.scratch is not self._scratch:
             return None
-        begin, end = span.begin + copy.shift, span.end + copy.shift
-        if not stored.covers(begin, end):
-            return None
-        there = stored.lease()
-        if there.untyped_storage().data_ptr() + begin == span.storage.data_ptr() + span.begin:
-            return copy  # a tensor that memd has given to backward
-        return copy if is_same_bits(there[begin:end], _bytes_of(span)) else None
+        is_there = stored.covers(span.begin + copy.shift, span.end + copy.shift)
+        return copy if is_there and stored.is_copy(copy, span, tensor) else None
 
-    def _store(self, span: _Span) -> tuple[_Stored, _Copy]:
+    def _store(self, span: Span, marker: torch.Tensor) -> tuple[StoredBytes, StoredCopy]:
         lead = (span.storage.data_ptr() + span.begin) % _ALIGNMENT
         end = lead + span.end - span.begin
-        stored = _Stored(self._scratch, self._scratch.take(end), lead, end)
-        stored.overwrite()[lead:end].copy_(_bytes_of(span))
-        copy = _Copy(ref(stored), lead - span.begin)
-        setattr(span.storage, _STORED, copy)
+        scratch, copies = self._scratch, self._copies
+        slot = scratch.take(end)
+        stored = (
+            StoredBytes(scratch, slot, lead, end)
+            if copies is None
+            else StoredFromDevice(scratch, slot, lead, end, copies)
+        )
+        stored.fill(span.bytes())
+        copy = StoredCopy(ref(stored), lead - span.begin, marker, marker._version)
+        note_stored(span.storage, copy)
         self._note_saved(stored)
         return stored, copy
 
     # Ahead of backward
 
-    def _note_saved(self, stored: _Stored) -> None:
+    def _note_saved(self, stored: StoredBytes) -> None:
         saved = self._saved
         while saved and saved[-1]() is None:
             saved.pop()
         stored.note_place(len(saved))
         saved.append(ref(stored))
 
-    def _ask_before(self, stored: _Stored) -> None:
+    def _ask_before(self, stored: StoredBytes) -> None:
         """Asks for what was saved before `stored`, which backward needs next."""
-        if not self._is_prefetching:
+        if self._copies is None and not self._scratch.may_spill:
             return
         asked_bytes = 0
         for each in self._saved[max(0, stored.place - _AHEAD_COUNT) : stored.place][::-1]:
@@ -269,20 +202,20 @@ class Activations(StoringHooks):
             if before is None:
                 continue
             asked_bytes += before.size_bytes
-            if asked_bytes > self._ahead_bytes:
+            is_one = asked_bytes == before.size_bytes
+            if asked_bytes > self._ahead_bytes and not (is_one and self._copies is not None):
                 return
-            if not before.is_asked:
-                before.prefetch()
+            before.prefetch()
 
 
-def _span_of(tensor: torch.Tensor) -> _Span | None:
+def _span_of(tensor: torch.Tensor, device: torch.device) -> Span | None:
     """None if the tensor stays: it is small, its bytes are not all that it is, or they are a
     buffer's or memd's own."""
     if (
         type(tensor) is not torch.Tensor
         or tensor.layout is not torch.strided
         or tensor.dtype not in _DTYPES
-        or tensor.device.type != "cpu"
+        or tensor.device != device
         or _is_wrapped(tensor)
         or tensor.is_conj()
         or tensor.is_neg()
@@ -300,4 +233,4 @@ def _span_of(tensor: torch.Tensor) -> _Span | None:
     is_aligned = storage.data_ptr() % element_bytes == 0
     if not is_aligned or is_kept_in_place(storage) or residency_of_storage(storage) is not None:
         return None
-    return _Span(storage, begin, begin + span_bytes)
+    return Span(storage, begin, begin + span_bytes)
