@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import memd_client
 from memd_client.device import budget
+from memd_client.device.copies import DeviceCopies
 from tests.device.models import are_equal
 from tests.device.offloaded import LOOPS, MODELS, RATE, batch, build, reference
 from tests.device.simulation import SIM
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from memd_client import Session
-    from memd_client.device.copies import DeviceCopies
+    from memd_client.device.device_range import DeviceRange
     from tests.daemons import Daemon
 
 SEEDS = (2, pytest.param(10, marks=pytest.mark.more))
@@ -241,6 +242,52 @@ def test_what_nobody_has_chosen_leaves_a_part_of_what_others_have_not_needed(
         assert trained.is_as_without_memd()
 
 
+def test_a_quarter_of_what_others_have_not_needed_stays_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By torch's statistics of a device on which nobody else changes anything."""
+    total_bytes, others_bytes = 1_000_000, 200_000
+    size_bytes = LEAST_BYTES
+    monkeypatch.setattr(
+        torch.accelerator,
+        "memory_stats",
+        lambda _: {"reserved_bytes.all.current": others_bytes + size_bytes},
+    )
+    monkeypatch.setattr(
+        torch.accelerator,
+        "get_memory_info",
+        lambda _: (total_bytes - others_bytes - size_bytes, total_bytes),
+    )
+    found = budget.DeviceBudget(
+        torch.device("sim", 0), least_bytes=LEAST_BYTES, most_bytes=total_bytes, chosen_bytes=None
+    )
+    for _ in range(20 * budget._STEADY_ROUNDS):
+        found.note_use()
+        found.note_step(held_bytes=size_bytes, kept_bytes=0)
+        size_bytes = found.size_bytes
+    # It grows no more for an eighth of itself, and is rounded up to 512 bytes.
+    assert 530_000 < size_bytes < 600_000 + 512
+
+
+def test_a_smaller_range_lies_in_no_part_of_the_larger_one(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marks of users on idle streams pass at once, and then torch may split what they used."""
+    plain = DeviceCopies._leave_for
+
+    def leave_for(found: DeviceCopies, new: DeviceRange) -> None:
+        plain(found, new)
+        torch.accelerator.synchronize()
+
+    monkeypatch.setattr(DeviceCopies, "_leave_for", leave_for)
+    with limited(_LIMIT_BYTES):
+        trained = training(session, ALL_BYTES)
+        trained.steps(2)
+        trained.step(forward_bytes=_WANTED_BYTES)
+        assert trained.ran_out == [2]
+        assert trained.is_as_without_memd()
+
+
 def test_short_batches_do_not_take_the_memory_of_longer_ones(session: Session) -> None:
     with limited(500_000):
         trained = training(session)
@@ -355,6 +402,26 @@ def test_copies_that_could_not_grow_begin_anew(
     trained.steps(10)
     assert set(sizes) == {LEAST_BYTES, 0}
     assert not trained.ran_out
+    assert trained.is_as_without_memd()
+
+
+def test_copies_that_could_not_grow_try_again_ever_later(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All copies are made anew each time."""
+    monkeypatch.setattr(budget, "_STEADY_ROUNDS", 1)
+    trained = training(session)
+    plain, tried = DeviceCopies.resize, list[int]()
+
+    def resize(found: DeviceCopies, size_bytes: int) -> None:
+        tried.append(size_bytes)
+        with SIM.limit(torch.accelerator.memory_reserved()):
+            plain(found, size_bytes)
+
+    monkeypatch.setattr(DeviceCopies, "resize", resize)
+    trained.steps(18)
+    assert len(tried) == 4  # after 1, 2, 4 and 8 steady rounds
+    assert set(tried) != {LEAST_BYTES}
     assert trained.is_as_without_memd()
 
 

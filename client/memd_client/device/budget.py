@@ -115,7 +115,10 @@ class DeviceBudget:
         """That of the range, where it was to have another."""
         # If it could not grow. What was refused then was refused to memd.
         self._size_bytes = max(min(self._size_bytes, size_bytes), self._least_bytes)
-        self._refused_count = _Reading.of(self._device).refused_count
+        refused_count = _Reading.of(self._device).refused_count
+        if refused_count > self._refused_count:
+            self._wait_longer()
+        self._refused_count = refused_count
 
     def _grow(self, reading: _Reading, kept_bytes: int) -> None:
         free_bytes, _ = torch.accelerator.get_memory_info(self._device)
@@ -136,8 +139,12 @@ class DeviceBudget:
         self._refused_count = reading.refused_count  # fewer, if the program has reset the count
         if has_run_out:
             if self._size_bytes > self._least_bytes:
-                self._rounds_needed = min(2 * self._rounds_needed, _STEADY_ROUNDS_MAX)
+                self._wait_longer()
             self._size_bytes = self._least_bytes
             self._steady_rounds = self._others_bytes = 0
             self._is_after_refusal = True
         return reading
+
+    def _wait_longer(self) -> None:
+        """Before it grows the next time: all copies are made anew."""
+        self._rounds_needed = min(2 * self._rounds_needed, _STEADY_ROUNDS_MAX)
