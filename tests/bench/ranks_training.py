@@ -1,7 +1,8 @@
 """One rank of a contestant of bench_ranks.py: a GPT that ranks of one node train together.
 
-Run: python ranks_training.py CONTESTANT RANK WORLD MEETING ADDRESS --params 60M --dtype fp32 …
-MEETING is a file where the ranks meet, ADDRESS a daemon's, or "-".
+Run: python ranks_training.py CONTESTANT RANK WORLD MEETING ADDRESS --params 60M --dtype fp32 …, in
+the environment of peers/set_up.sh for DeepSpeed and in the project's for the others. MEETING is a
+file where the ranks meet, ADDRESS a daemon's, or "-".
 
 Rank 0 prints JSON lines: {"event": "steps", "seconds": …, "loss": …} of the steps that count, and
 {"event": "done"}; every rank then waits for its stdin to end, so that its memory can be looked at.
@@ -10,7 +11,7 @@ Rank 0 prints JSON lines: {"event": "steps", "seconds": …, "loss": …} of the
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import sys
 import time
 from contextlib import ExitStack
@@ -22,20 +23,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memd.demo.model import build_model, shape_for
 from memd.demo.quantities import parse_count
+from peers.telling import Teller
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import nn
+    from torch import Tensor, nn
 
-    # The model, its optimizer, and a wait for the end of a step.
-    Trained = tuple[nn.Module, torch.optim.Optimizer, Callable[[], object]]
+    # Trains on inputs and targets, and returns the loss before the update.
+    Step = Callable[[Tensor, Tensor], Tensor]
+    # A step, and a wait for its end.
+    Trained = tuple[Step, Callable[[], object]]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LEARNING_RATE = 1e-4
-# The pool of a job that stays in memory: a value, its published copy, a gradient and a state of up
-# to 12 bytes for each parameter.
-RESIDENT_BYTES = 26
+# Of the dtype, for each parameter of a job that stays in memory: a value, its published copy, a
+# gradient and two moments, and room for what is cut in pieces.
+RESIDENT_ELEMENTS = 6.5
 SPARE_BYTES = 64 << 20
 
 
@@ -49,24 +53,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=6, help="that count")
 
 
-def pool_bytes(parameter_count: int) -> int:
-    return RESIDENT_BYTES * parameter_count + SPARE_BYTES
+def pool_bytes(parameter_count: int, dtype: torch.dtype) -> int:
+    return int(RESIDENT_ELEMENTS * dtype.itemsize * parameter_count) + SPARE_BYTES
 
 
-def torch_optimizer(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = model(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def by_torch(model: nn.Module) -> Trained:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    return steps_of(model, optimizer), at_once
 
 
 def at_once() -> None:
-    """torch's step() returns when the step is over."""
-
-
-def plain(model: nn.Module) -> Trained:
-    return model, torch_optimizer(model), at_once
+    """A step has ended when it returns."""
 
 
 def ddp(model: nn.Module) -> Trained:
-    return DistributedDataParallel(model), torch_optimizer(model), at_once
+    return by_torch(DistributedDataParallel(model))
 
 
 def fsdp(model: nn.Module) -> Trained:
@@ -81,14 +93,15 @@ def fsdp(model: nn.Module) -> Trained:
     for block in model.get_submodule("blocks").children():
         fully_shard(block, **settings)
     fully_shard(model, **settings)
-    return model, torch_optimizer(model), at_once
+    return by_torch(model)
 
 
 def memd(model: nn.Module, contestant: str, address: str, cleanup: ExitStack) -> Trained:
     # Here, so that nobody else's memory holds it.
     import memd_client
 
-    host_bytes = pool_bytes(sum(parameter.numel() for parameter in model.parameters()))
+    parameters = tuple(model.parameters())
+    host_bytes = pool_bytes(sum(each.numel() for each in parameters), parameters[0].dtype)
     session = cleanup.enter_context(
         memd_client.connect(
             address, job="ranks", host_bytes=host_bytes, nvme_bytes=host_bytes, durability="none"
@@ -103,29 +116,65 @@ def memd(model: nn.Module, contestant: str, address: str, cleanup: ExitStack) ->
 
     if contestant == "memd":
         memd_client.offload(model, session)
-        return model, optimizer_of(model), finish
+        return steps_of(model, optimizer_of(model)), finish
     wrapped = DistributedDataParallel(model)
     if contestant == "memd-zero2":
         wrapped.register_comm_hook(None, memd_client.reduce_hook(session))
-    return wrapped, optimizer_of(wrapped), finish
+    return steps_of(wrapped, optimizer_of(wrapped)), finish
 
 
-def built(contestant: str, model: nn.Module, address: str, cleanup: ExitStack) -> Trained:
-    makers: dict[str, Callable[[nn.Module], Trained]] = {"plain": plain, "ddp": ddp, "fsdp": fsdp}
+def deepspeed(model: nn.Module, contestant: str, arguments: argparse.Namespace) -> Trained:
+    """Without offload: parameters, gradients and states lie in the memory of the host anyway, each
+    stage's share of them on each rank. With bf16, masters and moments are fp32."""
+    import deepspeed
+
+    # DeepSpeed asks for another rank's values before it joins the process group that is there.
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": arguments.batch,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
+            "steps_per_print": 10**9,
+            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
+            "bf16": {"enabled": arguments.dtype == "bf16"},
+            "zero_optimization": {"stage": int(contestant[-1])},
+        },
+    )
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = engine(inputs, targets)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step, at_once
+
+
+def built(arguments: argparse.Namespace, model: nn.Module, cleanup: ExitStack) -> Trained:
+    contestant = arguments.contestant
+    makers: dict[str, Callable[[nn.Module], Trained]] = {
+        "plain": by_torch,
+        "ddp": ddp,
+        "fsdp": fsdp,
+    }
     if contestant in makers:
         return makers[contestant](model)
-    return memd(model, contestant, address, cleanup)
+    if contestant.startswith("deepspeed"):
+        return deepspeed(model, contestant, arguments)
+    return memd(model, contestant, arguments.address, cleanup)
 
 
-def tell(event: str, **values: Any) -> None:
-    if distributed.get_rank() == 0:
-        print(json.dumps({"event": event, **values}), flush=True)
-
-
-def train(arguments: argparse.Namespace, cleanup: ExitStack) -> None:
+def train(arguments: argparse.Namespace, tell: Teller, cleanup: ExitStack) -> None:
     shape = shape_for(arguments.params, sequence=arguments.sequence)
-    model = build_model(shape, dtype=DTYPES[arguments.dtype], seed=0)
-    wrapped, optimizer, finish = built(arguments.contestant, model, arguments.address, cleanup)
+    # DeepSpeed makes its own bf16 of fp32 masters.
+    is_fp32 = arguments.contestant.startswith("deepspeed")
+    dtype = torch.float32 if is_fp32 else DTYPES[arguments.dtype]
+    model = build_model(shape, dtype=dtype, seed=0)
+    step, finish = built(arguments, model, cleanup)
+    del model
     generator = torch.Generator().manual_seed(arguments.rank)
     tokens = torch.randint(
         shape.vocabulary, (arguments.batch, arguments.sequence + 1), generator=generator
@@ -136,13 +185,11 @@ def train(arguments: argparse.Namespace, cleanup: ExitStack) -> None:
         if number == arguments.warm:
             distributed.barrier()
             began = time.perf_counter()
-        loss = wrapped(inputs, targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = step(inputs, targets)
     finish()
     seconds = (time.perf_counter() - began) / arguments.steps
-    tell("steps", seconds=seconds, loss=loss.item())
+    if arguments.rank == 0:
+        tell("steps", seconds=seconds, loss=loss.item())
 
 
 def main() -> None:
@@ -154,7 +201,17 @@ def main() -> None:
     parser.add_argument("address")
     add_arguments(parser)
     arguments = parser.parse_args()
+    tell = Teller()
     torch.set_num_threads(1)
+    # Those of torchrun, which DeepSpeed reads.
+    os.environ.update(
+        DS_ACCELERATOR="cpu",
+        GLOO_SOCKET_IFNAME="lo",
+        LOCAL_RANK=str(arguments.rank),
+        LOCAL_SIZE=str(arguments.world),
+        RANK=str(arguments.rank),
+        WORLD_SIZE=str(arguments.world),
+    )
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{arguments.meeting}",
@@ -162,10 +219,15 @@ def main() -> None:
         world_size=arguments.world,
     )
     with ExitStack() as cleanup:
-        train(arguments, cleanup)
-        tell("done")
+        train(arguments, tell, cleanup)
+        if arguments.rank == 0:
+            tell("done")
         sys.stdin.read()
         distributed.barrier()
+        if arguments.contestant.startswith("deepspeed"):
+            # Its threads and process group do not always let the interpreter end.
+            sys.stderr.flush()
+            os._exit(0)
     distributed.destroy_process_group()
 
 

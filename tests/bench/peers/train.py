@@ -12,11 +12,9 @@ count, and {"event": "done"}; `time` in each is time.monotonic().
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +22,11 @@ from urllib.parse import quote
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from memd.demo.model import GPTShape, build_model
 from memd.sizes import parse_size
+from peers.telling import Teller
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -220,19 +221,6 @@ def deepspeed(arguments: argparse.Namespace) -> Step:
         return loss
 
     return step
-
-
-class Teller:
-    """Lines on what was stdout. From here on stdout is stderr: DeepSpeed and the compilers that it
-    calls print there."""
-
-    def __init__(self) -> None:
-        self._file = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-
-    def __call__(self, event: str, **values: Any) -> None:
-        line = {"event": event, "time": time.monotonic(), **values}
-        print(json.dumps(line), file=self._file, flush=True)
 
 
 def run(arguments: argparse.Namespace, tell: Teller, cleanup: ExitStack) -> None:
