@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -46,7 +47,8 @@ CONTESTANTS = (
     *("ddp", "fsdp", "memd", "memd-zero1", "memd-zero2"),
     *("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3"),
 )
-PEERS_PYTHON = Path(__file__).parents[2] / "build" / "peers" / "venv" / "bin" / "python"
+PEERS = Path(__file__).parents[2] / "build" / "peers"
+PEERS_PYTHON = PEERS / "venv" / "bin" / "python"
 TRAINING = Path(__file__).with_name("ranks_training.py")
 SAMPLE_INTERVAL_S = 0.1
 PASSED = ("params", "dtype", "batch", "sequence", "warm", "steps")
@@ -109,7 +111,12 @@ def ranks_of(
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Started, and none of them is left."""
     options = [f"--{name}={getattr(arguments, name)}" for name in PASSED]
-    python = PEERS_PYTHON if contestant.startswith("deepspeed") else Path(sys.executable)
+    python = Path(sys.executable)
+    environment = dict(os.environ)
+    if contestant.startswith("deepspeed"):
+        python = PEERS_PYTHON
+        environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"  # ninja
+        environment["TORCH_EXTENSIONS_DIR"] = str(PEERS / "operators")
     ranks = []
     try:
         for rank in range(world):
@@ -120,6 +127,7 @@ def ranks_of(
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
+                    env=environment,
                     text=True,
                 )
             ranks.append(process)

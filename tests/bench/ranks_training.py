@@ -130,15 +130,16 @@ def deepspeed(model: nn.Module, contestant: str, arguments: argparse.Namespace) 
 
     # DeepSpeed asks for another rank's values before it joins the process group that is there.
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    # torch's fused kernel, as for the others: that of DeepSpeed for accelerators is compiled first.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     engine, *_ = deepspeed.initialize(
         model=model,
-        model_parameters=model.parameters(),
+        optimizer=optimizer,
         config={
             "train_micro_batch_size_per_gpu": arguments.batch,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0,
             "steps_per_print": 10**9,
-            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
             "bf16": {"enabled": arguments.dtype == "bf16"},
             "zero_optimization": {"stage": int(contestant[-1])},
         },

@@ -56,6 +56,21 @@ TEST_F(GradientAheadTest, one_that_does_not_come_is_none) {
   EXPECT_EQ((*reader)->status.code(), StatusCode::not_found);
 }
 
+// Two small parameters share a bucket, which has no bytes yet.
+TEST_F(GradientAheadTest, who_waits_for_zeros_waits_for_the_workers_and_not_for_the_disk) {
+  const auto asked = ask(1, false);
+  ASSERT_FALSE(asked->has_value());
+  const auto behind = ask(2, false);
+  heart_.clock.advance(1'000'000);
+  ASSERT_TRUE(heart_.until([&] { return asked->has_value() && behind->has_value(); }));
+  for (const auto& answer : {asked, behind}) {
+    ASSERT_TRUE((*answer)->is_ok()) << (*answer)->status.message();
+    EXPECT_EQ((*answer)->grant.wait_reason, LeaseWait::update);
+    EXPECT_EQ((*answer)->grant.wait_ns, 1'000'000u);
+    heart_.release(**answer);
+  }
+}
+
 TEST_F(GradientAheadTest, one_that_came_stays) {
   const auto ahead = ask(0, true);
   ASSERT_TRUE(ahead->has_value() && (*ahead)->is_ok());

@@ -38,6 +38,7 @@ LeaseWait reason_of(WaitsFor what) {
       return LeaseWait::gradient;
     case WaitsFor::update:
     case WaitsFor::copy:
+    case WaitsFor::zeroing:
       return LeaseWait::update;
     case WaitsFor::nothing:
     case WaitsFor::filling:
@@ -226,6 +227,8 @@ std::string LeaseWaiters::describe(const LeaseWaiter& waiter) const {
       return concat("the disk or an update: ", what, " is filling");
     case WaitsFor::reading:
       return concat("the disk: ", what, " is filling");
+    case WaitsFor::zeroing:
+      return concat("the workers: ", what, " is filled with zeros");
     case WaitsFor::draining:
       return concat("the disk: ", what, " is draining");
     case WaitsFor::tile_writes:

@@ -38,6 +38,7 @@ enum class WaitsFor : uint8_t {
   copy,           // the copy's task ends
   filling,        // the residency changes
   reading,        // the residency changes
+  zeroing,        // the residency changes
   draining,       // the residency changes
   tile_writes,    // the bucket's last task ends, or its flush
   first_writer,   // the writer's pin is gone: LeaseWaiters::wake_released() looks at it

@@ -67,7 +67,8 @@ LeaseWaiters::Verdict Leases::try_again(LeaseWaiter& waiter) {
 
 bool Leases::is_on_its_way(const LeaseWaiter& waiter) const {
   const WaitsFor what = waiter.waits_for();
-  if (what != WaitsFor::filling && what != WaitsFor::reading && what != WaitsFor::draining)
+  if (what != WaitsFor::filling && what != WaitsFor::reading && what != WaitsFor::zeroing &&
+      what != WaitsFor::draining)
     return false;
   if (!parts_.progress.stopped().is_ok()) return false;
   const Entry* const entry = find_entry(parts_.shards, waiter.request());
@@ -253,7 +254,7 @@ Leases::Outcome Leases::check_moving(const Try& asked) {
       // Once: whoever waits is asked again in every turn.
       if (asked.waiter.raises_prefetch()) fetches_.raise(entry);
     }
-    return wait(asked.waiter, WaitsFor::filling);
+    return wait(asked.waiter, entry.is_backed() ? WaitsFor::filling : WaitsFor::zeroing);
   }
   // A finished overwrite takes the place of these bytes once they are copied.
   const bool is_behind = entry.pending() != nullptr && parts_.residencies.is_awaited(entry);
@@ -389,7 +390,7 @@ Leases::Grant Leases::bring_up(const Try& asked) {
   }
   if (needs_bytes) {
     fetches_.zero(entry);
-    return wait(waiter, WaitsFor::filling);
+    return wait(waiter, WaitsFor::zeroing);
   }
   parts_.residencies.move(entry, Residency::filling, Residency::clean);
   return grant_or_wait(waiter);
