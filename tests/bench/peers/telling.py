@@ -10,8 +10,8 @@ from typing import Any
 
 
 class Teller:
-    """JSON lines on what was stdout, which is stderr from here on: DeepSpeed prints there, and so do
-    the compilers that it calls."""
+    """JSON lines on what was stdout. From here on that is stderr: DeepSpeed prints there, as do the
+    compilers that it calls."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.dup(sys.stdout.fileno()), "w")
