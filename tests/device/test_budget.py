@@ -406,23 +406,28 @@ def test_copies_that_could_not_grow_begin_anew(
 
 
 def test_copies_that_could_not_grow_try_again_ever_later(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All copies are made anew each time."""
-    monkeypatch.setattr(budget, "_STEADY_ROUNDS", 1)
-    trained = training(session)
-    plain, tried = DeviceCopies.resize, list[int]()
-
-    def resize(found: DeviceCopies, size_bytes: int) -> None:
-        tried.append(size_bytes)
-        with SIM.limit(torch.accelerator.memory_reserved()):
-            plain(found, size_bytes)
-
-    monkeypatch.setattr(DeviceCopies, "resize", resize)
-    trained.steps(18)
-    assert len(tried) == 4  # after 1, 2, 4 and 8 steady rounds
-    assert set(tried) != {LEAST_BYTES}
-    assert trained.is_as_without_memd()
+    """By torch's statistics: all copies are made anew each time."""
+    refused_count, tried = 0, list[int]()
+    monkeypatch.setattr(
+        torch.accelerator,
+        "memory_stats",
+        lambda _: {"reserved_bytes.all.current": 2 * LEAST_BYTES, "num_ooms": refused_count},
+    )
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda _: (1_000_000, 2_000_000))
+    monkeypatch.setattr(budget, "_STEADY_ROUNDS", 8)
+    found = budget.DeviceBudget(
+        torch.device("sim", 0), least_bytes=LEAST_BYTES, most_bytes=1_000_000, chosen_bytes=None
+    )
+    for number in range(64):
+        found.note_use()
+        found.note_step(held_bytes=LEAST_BYTES, kept_bytes=0)
+        if found.size_bytes > LEAST_BYTES:
+            tried.append(number)
+            refused_count += 1
+            found.note_size(LEAST_BYTES)
+    assert tried == [8, 8 + 16, 8 + 16 + 32]
 
 
 def keep_weights(trained: Training, kept: list[Tensor]) -> None:
