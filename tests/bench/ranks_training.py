@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     # Trains on inputs and targets, and returns the loss before the update.
     Step = Callable[[Tensor, Tensor], Tensor]
+    Build = Callable[[], nn.Module]
     # A step, and a wait for its end.
     Trained = tuple[Step, Callable[[], object]]
 
@@ -96,15 +98,21 @@ def fsdp(model: nn.Module) -> Trained:
     return by_torch(model)
 
 
-def memd(model: nn.Module, contestant: str, address: str, cleanup: ExitStack) -> Trained:
+def memd(build: Build, arguments: argparse.Namespace, cleanup: ExitStack) -> Trained:
     # Here, so that nobody else's memory holds it.
     import memd_client
 
-    parameters = tuple(model.parameters())
-    host_bytes = pool_bytes(sum(each.numel() for each in parameters), parameters[0].dtype)
+    host_bytes = pool_bytes(
+        shape_for(arguments.params, sequence=arguments.sequence).parameter_count,
+        DTYPES[arguments.dtype],
+    )
     session = cleanup.enter_context(
         memd_client.connect(
-            address, job="ranks", host_bytes=host_bytes, nvme_bytes=host_bytes, durability="none"
+            arguments.address,
+            job="ranks",
+            host_bytes=host_bytes,
+            nvme_bytes=host_bytes,
+            durability="none",
         )
     )
 
@@ -114,16 +122,18 @@ def memd(model: nn.Module, contestant: str, address: str, cleanup: ExitStack) ->
     def finish() -> int:
         return session.committed_step
 
-    if contestant == "memd":
-        memd_client.offload(model, session)
+    if arguments.contestant == "memd":
+        # No rank ever has the whole model in memory of its own.
+        with memd_client.init(session):
+            model = build()
         return steps_of(model, optimizer_of(model)), finish
-    wrapped = DistributedDataParallel(model)
-    if contestant == "memd-zero2":
+    wrapped = DistributedDataParallel(build())
+    if arguments.contestant == "memd-zero2":
         wrapped.register_comm_hook(None, memd_client.reduce_hook(session))
     return steps_of(wrapped, optimizer_of(wrapped)), finish
 
 
-def deepspeed(model: nn.Module, contestant: str, arguments: argparse.Namespace) -> Trained:
+def deepspeed(model: nn.Module, arguments: argparse.Namespace) -> Trained:
     """Without offload: parameters, gradients and states lie in the memory of the host anyway, each
     stage's share of them on each rank. With bf16, masters and moments are fp32."""
     import deepspeed
@@ -141,7 +151,7 @@ def deepspeed(model: nn.Module, contestant: str, arguments: argparse.Namespace) 
             "gradient_clipping": 0.0,
             "steps_per_print": 10**9,
             "bf16": {"enabled": arguments.dtype == "bf16"},
-            "zero_optimization": {"stage": int(contestant[-1])},
+            "zero_optimization": {"stage": int(arguments.contestant[-1])},
         },
     )
 
@@ -154,7 +164,7 @@ def deepspeed(model: nn.Module, contestant: str, arguments: argparse.Namespace) 
     return step, at_once
 
 
-def built(arguments: argparse.Namespace, model: nn.Module, cleanup: ExitStack) -> Trained:
+def built(build: Build, arguments: argparse.Namespace, cleanup: ExitStack) -> Trained:
     contestant = arguments.contestant
     makers: dict[str, Callable[[nn.Module], Trained]] = {
         "plain": by_torch,
@@ -162,10 +172,10 @@ def built(arguments: argparse.Namespace, model: nn.Module, cleanup: ExitStack) -
         "fsdp": fsdp,
     }
     if contestant in makers:
-        return makers[contestant](model)
+        return makers[contestant](build())
     if contestant.startswith("deepspeed"):
-        return deepspeed(model, contestant, arguments)
-    return memd(model, contestant, arguments.address, cleanup)
+        return deepspeed(build(), arguments)
+    return memd(build, arguments, cleanup)
 
 
 def train(arguments: argparse.Namespace, tell: Teller, cleanup: ExitStack) -> None:
@@ -173,9 +183,7 @@ def train(arguments: argparse.Namespace, tell: Teller, cleanup: ExitStack) -> No
     # DeepSpeed makes its own bf16 of fp32 masters.
     is_fp32 = arguments.contestant.startswith("deepspeed")
     dtype = torch.float32 if is_fp32 else DTYPES[arguments.dtype]
-    model = build_model(shape, dtype=dtype, seed=0)
-    step, finish = built(arguments, model, cleanup)
-    del model
+    step, finish = built(partial(build_model, shape, dtype=dtype, seed=0), arguments, cleanup)
     generator = torch.Generator().manual_seed(arguments.rank)
     tokens = torch.randint(
         shape.vocabulary, (arguments.batch, arguments.sequence + 1), generator=generator
