@@ -238,8 +238,9 @@ def test_a_model_that_stays_is_not_refused_for_one_that_was_stored_half(daemon: 
 
 def test_names_of_lists_are_memd_s_own(daemon: Daemon) -> None:
     with dropped(memd_client.connect(daemon.address, job="names")) as session:
-        with pytest.raises(memd_client.InvalidArgument, match="@offload/ are memd's own"):
-            session.put("@offload/config", torch.ones(1))
+        for prefix in ("@offload/", "@scratch/"):
+            with pytest.raises(memd_client.InvalidArgument, match=f"{prefix} .*are memd's own"):
+                session.put(f"{prefix}config", torch.ones(1))
         session.put("memd.offload.config", torch.ones(2))
         memd_client.offload(make(2), session)
         assert torch.equal(session.get("memd.offload.config"), torch.ones(2))
