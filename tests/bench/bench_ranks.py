@@ -75,7 +75,7 @@ def daemon_of(contestant: str, arguments: argparse.Namespace) -> Iterator[tuple[
         yield "-", []
         return
     pool = pool_bytes(arguments.params, DTYPES[arguments.dtype])
-    with running_daemon(host=f"{pool + (64 << 20)}B", nvme=f"{2 * pool}B") as daemon:
+    with running_daemon(host=f"{pool + (64 << 20)}B", nvme=f"{3 * pool}B") as daemon:
         yield daemon.address, [daemon.process.pid]
 
 

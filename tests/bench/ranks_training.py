@@ -111,7 +111,7 @@ def memd(build: Build, arguments: argparse.Namespace, cleanup: ExitStack) -> Tra
             arguments.address,
             job="ranks",
             host_bytes=host_bytes,
-            nvme_bytes=host_bytes,
+            nvme_bytes=2 * host_bytes,  # init() has values twice until they have names
             durability="none",
         )
     )
