@@ -41,6 +41,7 @@ def test_jobs_of_data_parallel_ranks_have_the_bits_of_torch(daemon: Daemon, tmp_
         assert found == {"rank": rank, **{cell: [] for cell in cells}}
 
 
+@pytest.mark.more
 def test_a_mesh_of_all_ranks_is_as_the_default_process_group(
     daemon: Daemon, tmp_path: Path
 ) -> None:

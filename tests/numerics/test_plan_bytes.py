@@ -364,6 +364,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("pace", PACES)
 @pytest.mark.parametrize("cache", ["quarter", "eighth"])
 def test_the_store_moves_at_most_a_twentieth_more_than_the_bound(
@@ -388,6 +389,7 @@ def test_the_store_moves_at_most_a_twentieth_more_than_the_bound(
 
 # The arena keeps four of the largest entries beside all gradients, so that no lease waits. The best
 # one is smaller at a half; at an eighth no tile stays dirty.
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("cache", "most_to_best"), [("half", 1.2), ("quarter", 1.14), ("eighth", 1.1)]
 )
