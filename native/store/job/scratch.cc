@@ -4,7 +4,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/failpoint.h"
 #include "store/cache/scratch_names.h"
 
 namespace memd {
@@ -60,7 +59,6 @@ void Scratch::drop(Job& job, const std::string& name) const {
   if (!shard_id) return;
   const Shard& shard = job.shards()[*shard_id];
   if (shard.written || shard.value->pending() != nullptr) return;
-  MEMD_FAILPOINT("scratch.before_drop");
   job.drop_gradient(*shard.value, parts_.extents);
   job.cache().waits().wake(*shard.value);
 }
