@@ -1,4 +1,4 @@
-"""What `offload(activations=...)` saves and costs: the trainer's memory and the time of a step, for
+"""Savings and cost of `offload(activations=...)`: the trainer's memory and the time of a step, for
 three widths, with and without checkpoints, beside the same training without it.
 
 Residual blocks train in fp32 with durability "none". "host" has a pool that holds everything;

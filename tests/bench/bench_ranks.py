@@ -53,7 +53,7 @@ TRAINING = Path(__file__).with_name("ranks_training.py")
 SAMPLE_INTERVAL_S = 0.1
 PASSED = ("params", "dtype", "batch", "sequence", "warm", "steps")
 LAST_LINES = 8
-# Of the memory of one rank of memd: what all may take beside what PyTorch needs in each.
+# All ranks may take so much of one rank's memory, beside what PyTorch needs in each.
 MEMORY_LIMIT = 1.05
 
 

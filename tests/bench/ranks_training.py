@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LEARNING_RATE = 1e-4
-# Of the dtype, for each parameter of a job that stays in memory: a value, its published copy, a
-# gradient and two moments, and room for what is cut in pieces.
+# A job that stays in memory holds so many elements a parameter: the value, its published copy, a
+# gradient, two moments, and room for what is cut in pieces.
 RESIDENT_ELEMENTS = 6.5
 SPARE_BYTES = 64 << 20
 

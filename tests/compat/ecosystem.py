@@ -1,4 +1,4 @@
-"""What the ecosystem expects of memd, and what shows it: ecosystem.toml, row by row, as a table.
+"""Prints ecosystem.toml as a table: each expectation of the ecosystem, and what shows it.
 
 A row has passed if its command ends with 0 and, where it is one of pytest, a test has passed. Its
 last line goes into the table. buf, which no other part of memd needs, is installed below build.

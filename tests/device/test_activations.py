@@ -1,4 +1,4 @@
-"""What autograd saves on a device goes to memd, and comes back ahead of backward."""
+"""Tensors that autograd saves on a device go to memd, and come back ahead of backward."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def share_casts(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
 
 
 def save(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
-    """What autograd saves leaves the device and comes back."""
+    """Saved tensors leave the device and come back."""
     with patch.context() as patched:
         patched.setattr(saved_activations, "SMALL_BYTES", 256)
         patched.setattr(activation_copies, "WINDOW_BYTES", 0)

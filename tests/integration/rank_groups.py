@@ -152,7 +152,7 @@ def whole(address: str) -> dict[str, Any]:
 
 
 def refused(address: str) -> dict[str, Any]:
-    """What `process_group` may not be, on each rank."""
+    """Each rank passes values that `process_group` may not have."""
     mesh, rank = mesh_of_parts(), distributed.get_rank()
     first, other = (distributed.new_group(ranks) for ranks in ([0, 1], [2, 3]))
     found: dict[str, Any] = {}

@@ -71,7 +71,7 @@ def details_of(error: pytest.ExceptionInfo[grpc.RpcError]) -> tuple[grpc.StatusC
 
 
 def quota_of(error: pytest.ExceptionInfo[grpc.RpcError]) -> tuple[str, str]:
-    """Whose the quota is that the call would exceed, and which."""
+    """The holder and the text of the quota that the call would exceed."""
     failure = error_details_pb2.QuotaFailure()
     status = rpc_status.from_call(error.value)
     assert [detail.Unpack(failure) for detail in status.details].count(True) == 1

@@ -26,7 +26,7 @@ def daemon() -> Iterator[Daemon]:
 
 
 def found_by(daemon: Daemon, folder: Path, name: str) -> list[Any]:
-    """What each of four ranks has found."""
+    """The findings of four ranks, by rank."""
     return run(daemon, folder, name, world_size=4, programs=MODULE)
 
 

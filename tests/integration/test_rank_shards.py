@@ -117,7 +117,7 @@ def test_what_memd_does_not_take_is_one_sentence_on_each_rank(found: Found) -> N
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What three ranks print whom nobody kills."""
+    """The output of three ranks that nobody kills."""
     with running_daemon() as daemon:
         folder = tmp_path_factory.mktemp("undisturbed")
         return run(daemon, folder, "killed", world_size=3, programs=MODULE)

@@ -99,7 +99,7 @@ TEST_F(ScratchTest, it_spills_comes_back_and_leaves_the_disk_when_it_is_ended) {
   const uint64_t disk_bytes_before = disk_bytes();
   for (size_t i = 0; i < ids.size(); ++i) write(ids[i], static_cast<uint8_t>(i));
   EXPECT_GE(spilled_bytes(), 10 * kBlobBytes - 16_MiB);
-  // What has spilled is in no catalogue either.
+  // Spilled bytes are in no catalogue either.
   ASSERT_TRUE(heart_->sync(session_).is_ok());
   for (const ShardRecord& shard : job().record().shards) EXPECT_TRUE(shard.extents.empty());
   for (size_t i = ids.size(); i-- > 0;) {
@@ -181,7 +181,7 @@ TEST_F(ScratchTest, it_goes_with_its_session) {
   for (size_t i = 0; i < ids.size(); ++i) write(ids[i], static_cast<uint8_t>(i));
   const auto others = declare(other, 1);
   heart_->write(other, others[0], pattern(kBlobBytes, 9));
-  // What a session before a start of the daemon has left, of which only the name is known.
+  // A session of the daemon before has left it; only its name is known.
   heart_->declare(other, {bytes_shard("@scratch/123456/0", 10), bytes_shard("@scratch/", 10)});
   ASSERT_TRUE(heart_->store().detach(session_).is_ok());
   heart_->settle();

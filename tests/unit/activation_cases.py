@@ -100,7 +100,7 @@ def slot_names(session: Session) -> set[str]:
 
 
 def saved_of(make: Callable[[], list[torch.Tensor]], session: Session) -> list[torch.Tensor]:
-    """What backward sees of the tensors that `make` returns in a forward."""
+    """The tensors that `make` returns in a forward, as backward sees them."""
     keeper = memd_client.offload(Keeper(make), session, activations="nvme")
     keeper().backward()
     return keeper.seen
@@ -422,7 +422,7 @@ class TestActivations:
         loss = loss_of(plain)
         assert activation_bytes(session) == 0
         loss.backward()
-        # What such a model calls is stored all the same.
+        # Modules that such a model calls store theirs all the same.
         other = nn.ModuleDict({"stored": model["stored"]})
         memd_client.offload(other, session, strict=False, activations="nvme")
         plain.layers.append(model["stored"])
