@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import backend_registration
 
-from tests.device import build, ordered_threads
+from tests.device import build, normalizations, ordered_threads
 from tests.device.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ def _install() -> Simulation:
     torch.ops.load_library(path)
     backend_registration.rename_privateuse1_backend("sim")
     torch.ops.simulation.install()
+    normalizations.install()
     simulation = Simulation()
     torch._register_device_module("sim", simulation)
     sys.modules["torch.sim"] = simulation  # type: ignore[assignment]

@@ -86,6 +86,33 @@ def test_autocast_computes_products_in_half_and_norms_in_full_precision() -> Non
         assert are_equal([found.cpu(), norm.to("sim")(found).cpu()], expected)
 
 
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize(
+    ("inputs", "parameters"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_normalizations_have_the_statistics_of_the_cpu(
+    inputs: torch.dtype, parameters: torch.dtype, is_training: bool
+) -> None:
+    """Which differ in shape and dtype from a GPU's."""
+    drawn = torch.randn(2, 6, 4, 4, generator=torch.Generator().manual_seed(0)).to(inputs)
+
+    def found(device: str) -> list[Tensor]:
+        norms = nn.Sequential(nn.BatchNorm2d(6), nn.LayerNorm((4, 4))).to(parameters)
+        norms.train(is_training).to(device)
+        x = drawn.to(device).requires_grad_()
+        norms(x).float().square().sum().backward()
+        made = [x.grad, *(each.grad for each in norms.parameters()), *norms.buffers()]
+        return [each.cpu() for each in made if each is not None]
+
+    assert len(found("sim")) == 8
+    assert are_equal(found("sim"), found("cpu"))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_operators_whose_shapes_depend_on_data_make_the_host_wait(seed: int) -> None:
     SIM.seed(seed)
