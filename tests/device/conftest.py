@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +21,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_imported_is_garbage() -> None:
+    """Tests collect garbage, hundreds of times, to end leases."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,8 @@ from memd_client.device.activation_copies import ActivationCopies
 from memd_client.parameters import saved_activations
 from tests.device.models import are_equal
 from tests.device.offloaded import LOOPS as PLAIN_LOOPS
-from tests.device.offloaded import MODELS, RATE, STEPS, Loop, batch, build, reference
+from tests.device.offloaded import RATE, STEPS, Loop, batch, reference
+from tests.device.offloaded_models import MODELS, build
 from tests.device.simulation import SIM
 from tests.device.test_offload_failures import Failing, train_with_failures
 from tests.device.trained import connected, trained

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import memd_client
 from tests.device.models import are_equal
-from tests.device.offloaded import RATE, batch, build
+from tests.device.offloaded import RATE, batch
+from tests.device.offloaded_models import build
 from tests.device.simulation import SIM
 from tests.device.trained import connected
 

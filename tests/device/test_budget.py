@@ -18,7 +18,8 @@ import memd_client
 from memd_client.device import budget
 from memd_client.device.copies import DeviceCopies
 from tests.device.models import are_equal
-from tests.device.offloaded import LOOPS, MODELS, RATE, batch, build, reference
+from tests.device.offloaded import LOOPS, RATE, batch, reference
+from tests.device.offloaded_models import MODELS, build
 from tests.device.simulation import SIM
 from tests.device.trained import connected
 

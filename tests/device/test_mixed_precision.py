@@ -11,7 +11,8 @@ from torch import nn
 
 import memd_client
 from tests.device.models import are_equal
-from tests.device.offloaded import MIXED_LOOPS, MODELS, STEPS, Loop, reference
+from tests.device.offloaded import MIXED_LOOPS, STEPS, Loop, reference
+from tests.device.offloaded_models import MODELS
 from tests.device.simulation import SIM
 from tests.device.trained import BUDGETS, connected, trained
 

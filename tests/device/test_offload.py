@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.device.models import are_equal
-from tests.device.offloaded import LOOPS, MODELS, Loop, reference
+from tests.device.offloaded import LOOPS, Loop, reference
+from tests.device.offloaded_models import MODELS
 from tests.device.simulation import SIM
 from tests.device.trained import BUDGETS, trained
 

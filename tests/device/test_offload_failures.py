@@ -21,7 +21,8 @@ from memd_client.device import copies
 from memd_client.device.departures import Departures
 from memd_client.parameters.parameter import StreamedParameter, streamed
 from tests.device.models import are_equal
-from tests.device.offloaded import LOOPS, MODELS, RATE, STEPS, batch, build, reference
+from tests.device.offloaded import LOOPS, RATE, STEPS, batch, reference
+from tests.device.offloaded_models import MODELS, build
 from tests.device.simulation import SIM
 from tests.device.trained import connected
 
@@ -123,7 +124,8 @@ CHILD = """
 import os, signal, sys
 import torch
 import memd_client
-from tests.device.offloaded import RATE, batch, build
+from tests.device.offloaded import RATE, batch
+from tests.device.offloaded_models import build
 from tests.device.simulation import SIM
 address, model, saved = sys.argv[1:4]
 seed, last, kill_at = map(int, sys.argv[4:])

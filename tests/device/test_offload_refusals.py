@@ -13,7 +13,8 @@ import memd_client
 from memd_client import CapacityError, InvalidArgument, MemdError, NotResident, NotYet
 from memd_client.core.ranks import Ranks
 from tests.device.models import are_equal
-from tests.device.offloaded import LOOPS, batch, build, reference, train
+from tests.device.offloaded import LOOPS, batch, reference, train
+from tests.device.offloaded_models import build
 from tests.device.simulation import SIM
 from tests.device.trained import connected
 

@@ -25,7 +25,8 @@ from memd_client.device import (
 from memd_client.device.activation_copies import ActivationCopies, AwayBytes
 from memd_client.device.event_thread import EventThread
 from memd_client.parameters import gradients, lazy, saved_activations
-from tests.device.offloaded import LOOPS, MIXED_LOOPS, Loop, batch, build
+from tests.device.offloaded import LOOPS, MIXED_LOOPS, Loop, batch
+from tests.device.offloaded_models import build
 from tests.device.removed_statements import Statement, removed, statements
 from tests.device.simulation import SIM
 from tests.device.trained import connected, trained

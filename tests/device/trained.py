@@ -14,7 +14,8 @@ import memd_client
 from memd_client import InvalidArgument
 from memd_client.device import budget as device_budget
 from tests.device.announced_leases import announced_leases
-from tests.device.offloaded import budget_bytes, build, train
+from tests.device.offloaded import budget_bytes, train
+from tests.device.offloaded_models import build
 from tests.device.registered_arena import registered_arena
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def trained(
 ) -> list[Tensor]:
     """The losses and the model's state, on the host."""
     with connected(daemon, patch) as session:
-        module = build(model)
+        module = build(model, dtype=loop.dtype, has_checkpoints=loop.has_checkpoints)
         device_bytes = budget_bytes(module, BUDGETS[budget])
         patch.setattr(device_budget, "_STEADY_ROUNDS", 1)  # it grows within a few steps
         if device_bytes is not None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import memd_client
-from tests.device.offloaded import LOOPS, MODELS, Loop, batch, budget_bytes, build, reference, train
+from tests.device.offloaded import LOOPS, Loop, batch, budget_bytes, reference, train
+from tests.device.offloaded_models import MODELS, build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -134,6 +134,9 @@ PARTS = (
         )
         for flag in ("", "--tracks")
     ),
+    # Ten seeds of each of the 324 cells, 200 of each of the cover's 36.
+    Part("device-cells", python("tests.soak.device_cells"), "--count", 3240),
+    Part("device-cover", python("tests.soak.device_cells"), "--count", 7200, ("--cover",)),
     Part("larger-than-memory", python("tests.soak.larger_than_memory"), "--millions", 750),
     Part("upgrades", python("tests.compat.upgrades"), "--count", 5),
     Part("power-cuts", POWER_CUTS, "--states", 1_000_000, ("--restarts", "1")),
