@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.device.cells import PRECISIONS, Cell
 from tests.device.models import are_equal
 from tests.device.offloaded import LOOPS, Loop, reference
 from tests.device.offloaded_models import MODELS
@@ -78,3 +79,13 @@ def test_a_gradient_in_memory_that_autograd_adds_to_leaves_as_it_was(
     for seed in range(seeds):
         SIM.seed(seed)
         assert are_equal(trained(daemon, monkeypatch, "shifted", "all", LOOPS[0]), expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_block_that_is_computed_again_needs_no_more_room_than_its_largest_module(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """The graph that a checkpoint makes in backward keeps no parameter."""
+    cell = Cell("gpt", precision, "least", "checkpoints")
+    expected = reference(cell.model, cell.loop, "sim")
+    assert are_equal(trained(daemon, monkeypatch, cell.model, cell.budget, cell.loop), expected)

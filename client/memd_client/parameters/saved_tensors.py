@@ -99,9 +99,9 @@ def cast_of(tensor: torch.Tensor) -> Cast | None:
 
 
 def save_by_name_hooks(storing: StoringHooks | None = None) -> saved_tensors_hooks | None:
-    """Hooks for operations with offloaded parameters; None where none are needed or allowed. Inside
-    `torch.utils.checkpoint`, whose hooks drop what is saved, a second pair would make the
-    recomputation fail or keep what checkpointing drops.
+    """Hooks for operations with offloaded parameters; None where none are needed or allowed. Those
+    of the user, and of `torch.utils.checkpoint`, which drop what is saved, get what memd's would
+    save otherwise.
 
     Args:
         storing: the pair that stores other tensors too, unless the program has one of its own.
@@ -114,7 +114,7 @@ def save_by_name_hooks(storing: StoringHooks | None = None) -> saved_tensors_hoo
             return saved_tensors_hooks(storing.pack, storing.unpack)
         return saved_tensors_hooks(_pack, unpack_by_name)
     pack, unpack = active
-    if pack is _pack or _is_of_checkpoint(pack) or _is_of_memd(pack):
+    if pack is _pack or _is_of_memd(pack):
         return None
     within = _Within(pack, unpack)
     return saved_tensors_hooks(within.pack, within.unpack)
@@ -152,7 +152,8 @@ def saving_by_name() -> Iterator[None]:
 
 
 class _Within(StoringHooks):
-    """memd's hooks within the user's."""
+    """memd's hooks within the user's, or a checkpoint's: what is computed again keeps no parameter
+    until its backward."""
 
     def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]) -> None:
         self._pack = pack
