@@ -44,8 +44,13 @@ _SO_PEERPIDFD = 77  # Linux 6.5; the socket module does not name it
 _OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
 _UID_MAP = Path("/proc/self/uid_map")
 _UIDS_ALL = (1 << 32) - 1  # one number is no user
-# SegmentsWanted has 18 bytes at most; what is longer is no message of ours.
-_PACKET_BYTES_MAX = 256
+# The protocol's own limit for ClientPacket, of which the kinds of today need 20.
+_PACKET_BYTES_MAX = 4096
+# A client that knows no kinds says none.
+_KINDS_OF_SEGMENTS = (
+    attach_pb2.ClientPacket.KIND_UNSPECIFIED,
+    attach_pb2.ClientPacket.KIND_SEGMENTS,
+)
 _BACKLOG = 128
 
 
@@ -206,6 +211,7 @@ class AttachListener:
         welcome.daemon_version = __version__
         welcome.token = peer.token
         welcome.control_address = self._control_address
+        welcome.takes_kinds = True
         self._watch(connection.fileno(), lambda: self._read(peer, connection))
         self._watch(peer.pidfd, lambda: self._end(peer, reason="process died"))
         _send_or_forget(connection, welcome.SerializeToString())
@@ -224,8 +230,7 @@ class AttachListener:
         try:
             if flags & socket.MSG_TRUNC:
                 raise ValueError(f"a packet is longer than {_PACKET_BYTES_MAX} bytes")
-            wanted = attach_pb2.SegmentsWanted.FromString(packet)
-            self._send_segments(peer, wanted)
+            self._answer(peer, attach_pb2.ClientPacket.FromString(packet))
         except (DecodeError, ValueError, Refused, StatusError, OSError) as error:
             # Only this connection is closed: the process is alive, and keeps its leases.
             log.warning(
@@ -234,7 +239,18 @@ class AttachListener:
             )
             self._close_connection(peer, connection)
 
-    def _send_segments(self, peer: Peer, wanted: attach_pb2.SegmentsWanted) -> None:
+    def _answer(self, peer: Peer, packet: attach_pb2.ClientPacket) -> None:
+        if packet.kind in _KINDS_OF_SEGMENTS:
+            self._send_segments(peer, packet)
+            return
+        answer = attach_pb2.Descriptors(
+            kind=attach_pb2.Descriptors.KIND_REFUSED,
+            refusal=f"this daemon (memd {__version__}) knows no packets of kind {packet.kind}; the "
+            "client is newer: install its version of memd for the daemon",
+        )
+        self._peers.send(peer, answer.SerializeToString())
+
+    def _send_segments(self, peer: Peer, wanted: attach_pb2.ClientPacket) -> None:
         session = self._peers.session(peer, wanted.session_id)
         fds = self._server.segment_fds(session.session_id, wanted.segment_first)
         answer = attach_pb2.Descriptors(

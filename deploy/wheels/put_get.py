@@ -79,7 +79,8 @@ class Session:
         )
 
     def _more_segments(self, first: int) -> list[int]:
-        wanted = attach_pb2.SegmentsWanted(session_id=self._id, segment_first=first)
+        kind = attach_pb2.ClientPacket.KIND_SEGMENTS
+        wanted = attach_pb2.ClientPacket(kind=kind, session_id=self._id, segment_first=first)
         self._connection.send(wanted.SerializeToString())
         return list(socket.recv_fds(self._connection, PACKET_BYTES_MAX, 64)[1])
 

@@ -155,6 +155,54 @@ def test_segments_are_sent_to_who_has_the_session(listening: Listening) -> None:
     assert (descriptors.segment_first, descriptors.segment_count) == (7, len(fds))
 
 
+def test_a_packet_of_a_newer_client_is_served_by_what_is_known_of_it(listening: Listening) -> None:
+    client, peer = listening.welcomed()
+    with client:
+        session_id = listening.open_session(peer)
+        for fd in socket.recv_fds(client, 4096, 8)[1]:
+            os.close(fd)
+        wanted = attach_pb2.ClientPacket(
+            kind=attach_pb2.ClientPacket.KIND_SEGMENTS, session_id=session_id, segment_first=7
+        )
+        # Field 999 is of bytes, 1,000 of them.
+        client.send(wanted.SerializeToString() + b"\xba\x3e\xe8\x07" + b"x" * 1000)
+        packet, fds, _, _ = socket.recv_fds(client, 4096, 64)
+        for fd in fds:
+            os.close(fd)
+    descriptors = attach_pb2.Descriptors.FromString(packet)
+    assert descriptors.kind == attach_pb2.Descriptors.KIND_SEGMENTS
+    assert (descriptors.segment_first, descriptors.segment_count) == (7, len(fds))
+
+
+def test_a_packet_of_an_unknown_kind_is_refused_and_the_connection_goes_on(
+    listening: Listening,
+) -> None:
+    client = listening.connect()
+    with client:
+        welcome = attach_pb2.Welcome.FromString(client.recv(4096))
+        assert welcome.takes_kinds
+        peer = listening.peers.find(welcome.token)
+        assert peer is not None
+        session_id = listening.open_session(peer)
+        for fd in socket.recv_fds(client, 4096, 8)[1]:
+            os.close(fd)
+        # All that KIND_SEGMENTS needs is there: the kind alone tells that it is another question.
+        wanted = attach_pb2.ClientPacket(session_id=session_id, segment_first=7)
+        wanted.kind = 99  # type: ignore[assignment]  # of a newer client
+        client.send(wanted.SerializeToString())
+        packet, fds, _, _ = socket.recv_fds(client, 4096, 64)
+        refused = attach_pb2.Descriptors.FromString(packet)
+        assert (refused.kind, fds) == (attach_pb2.Descriptors.KIND_REFUSED, [])
+        assert "knows no packets of kind 99" in refused.refusal
+        wanted.kind = attach_pb2.ClientPacket.KIND_SEGMENTS
+        client.send(wanted.SerializeToString())
+        packet, fds, _, _ = socket.recv_fds(client, 4096, 64)
+        for fd in fds:
+            os.close(fd)
+    answer = attach_pb2.Descriptors.FromString(packet)
+    assert (answer.kind, answer.segment_count) == (attach_pb2.Descriptors.KIND_SEGMENTS, len(fds))
+
+
 def test_the_session_of_another_connection_is_not_served(listening: Listening) -> None:
     owner, peer = listening.welcomed()
     stranger, _ = listening.welcomed()

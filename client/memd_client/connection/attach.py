@@ -9,7 +9,13 @@ import struct
 import threading
 from typing import TYPE_CHECKING
 
-from memd_client.errors import DaemonUnavailable, InvalidArgument, MemdError, PermissionDenied
+from memd_client.errors import (
+    DaemonUnavailable,
+    InvalidArgument,
+    MemdError,
+    NotYet,
+    PermissionDenied,
+)
 from memd_native.protocol import SPOKEN, versions_said
 from memd_proto.v1 import attach_pb2
 
@@ -90,12 +96,34 @@ class AttachConnection:
             )
         return fds[0], fds[1]
 
+    def ask(self, packet: attach_pb2.ClientPacket) -> tuple[attach_pb2.Descriptors, list[int]]:
+        """The daemon's answer, with descriptors that the caller owns. Raises NotYet if the daemon
+        does not know such packets; the connection can still be used.
+        """
+        is_old_kind = packet.kind == attach_pb2.ClientPacket.KIND_SEGMENTS
+        if not is_old_kind and not self._welcome.takes_kinds:
+            # It would take the packet for one that asks for segments.
+            raise NotYet(
+                f"the daemon (memd {self.daemon_version}) is older than this client and knows no "
+                f"packets of kind {packet.kind}; install the client's version of memd for it"
+            )
+        with self._lock:
+            self._socket.send(packet.SerializeToString())
+            descriptors, fds = self._receive_descriptors()
+        if descriptors.kind == attach_pb2.Descriptors.KIND_REFUSED:
+            _close_all(fds)
+            raise NotYet(f"the daemon refuses a packet: {descriptors.refusal}")
+        return descriptors, fds
+
     def segments(self, session_id: int, first: int) -> list[int]:
         """Descriptors of the arena's segments from `first` on, at most 64. The caller owns them."""
-        wanted = attach_pb2.SegmentsWanted(session_id=session_id, segment_first=first)
-        with self._lock:
-            self._socket.send(wanted.SerializeToString())
-            descriptors, fds = self._receive_descriptors()
+        descriptors, fds = self.ask(
+            attach_pb2.ClientPacket(
+                kind=attach_pb2.ClientPacket.KIND_SEGMENTS,
+                session_id=session_id,
+                segment_first=first,
+            )
+        )
         expected = descriptors.kind == attach_pb2.Descriptors.KIND_SEGMENTS
         if (
             not expected

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from memd_proto.v1 import types_pb2 as memd_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14memd/v1/attach.proto\x12\x07memd.v1\x1a\x13memd/v1/types.proto\"\xa4\x01\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0e\x64\x61\x65mon_version\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\t\x12\x17\n\x0f\x63ontrol_address\x18\x04 \x01(\t\x12\x0f\n\x07refusal\x18\x05 \x01(\t\x12.\n\x0eprotocol_range\x18\x06 \x01(\x0b\x32\x16.memd.v1.ProtocolRange\"\xe0\x01\n\x0b\x44\x65scriptors\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.memd.v1.Descriptors.Kind\x12\x12\n\nsession_id\x18\x02 \x01(\x04\x12\x15\n\rsegment_first\x18\x03 \x01(\r\x12\x15\n\rsegment_count\x18\x04 \x01(\r\x12\x12\n\nreading_id\x18\x05 \x01(\x04\"R\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cKIND_SESSION\x10\x01\x12\x11\n\rKIND_SEGMENTS\x10\x02\x12\x0f\n\x0bKIND_EXPORT\x10\x03\";\n\x0eSegmentsWanted\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x15\n\rsegment_first\x18\x02 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14memd/v1/attach.proto\x12\x07memd.v1\x1a\x13memd/v1/types.proto\"\xb9\x01\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0e\x64\x61\x65mon_version\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\t\x12\x17\n\x0f\x63ontrol_address\x18\x04 \x01(\t\x12\x0f\n\x07refusal\x18\x05 \x01(\t\x12.\n\x0eprotocol_range\x18\x06 \x01(\x0b\x32\x16.memd.v1.ProtocolRange\x12\x13\n\x0btakes_kinds\x18\x07 \x01(\x08\"\x83\x02\n\x0b\x44\x65scriptors\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.memd.v1.Descriptors.Kind\x12\x12\n\nsession_id\x18\x02 \x01(\x04\x12\x15\n\rsegment_first\x18\x03 \x01(\r\x12\x15\n\rsegment_count\x18\x04 \x01(\r\x12\x12\n\nreading_id\x18\x05 \x01(\x04\x12\x0f\n\x07refusal\x18\x06 \x01(\t\"d\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cKIND_SESSION\x10\x01\x12\x11\n\rKIND_SEGMENTS\x10\x02\x12\x0f\n\x0bKIND_EXPORT\x10\x03\x12\x10\n\x0cKIND_REFUSED\x10\x04\"\x94\x01\n\x0c\x43lientPacket\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x15\n\rsegment_first\x18\x02 \x01(\r\x12(\n\x04kind\x18\x03 \x01(\x0e\x32\x1a.memd.v1.ClientPacket.Kind\"/\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x11\n\rKIND_SEGMENTS\x10\x01\";\n\x0eSegmentsWanted\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x15\n\rsegment_first\x18\x02 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,11 +33,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'memd.v1.attach_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WELCOME']._serialized_start=55
-  _globals['_WELCOME']._serialized_end=219
-  _globals['_DESCRIPTORS']._serialized_start=222
-  _globals['_DESCRIPTORS']._serialized_end=446
-  _globals['_DESCRIPTORS_KIND']._serialized_start=364
-  _globals['_DESCRIPTORS_KIND']._serialized_end=446
-  _globals['_SEGMENTSWANTED']._serialized_start=448
-  _globals['_SEGMENTSWANTED']._serialized_end=507
+  _globals['_WELCOME']._serialized_end=240
+  _globals['_DESCRIPTORS']._serialized_start=243
+  _globals['_DESCRIPTORS']._serialized_end=502
+  _globals['_DESCRIPTORS_KIND']._serialized_start=402
+  _globals['_DESCRIPTORS_KIND']._serialized_end=502
+  _globals['_CLIENTPACKET']._serialized_start=505
+  _globals['_CLIENTPACKET']._serialized_end=653
+  _globals['_CLIENTPACKET_KIND']._serialized_start=606
+  _globals['_CLIENTPACKET_KIND']._serialized_end=653
+  _globals['_SEGMENTSWANTED']._serialized_start=655
+  _globals['_SEGMENTSWANTED']._serialized_end=714
 # @@protoc_insertion_point(module_scope)
