@@ -61,6 +61,7 @@ class SessionService:
         self._opening = Lock()
 
     def Attach(self, request: session_pb2.AttachRequest, call: Call) -> session_pb2.AttachResponse:
+        agreed = _agreed_version(request)
         _check_attach(request)
         if request.kept_session_id:
             return self._resume(request, call)
@@ -101,6 +102,7 @@ class SessionService:
             can_give_masters=True,
             can_keep_scratch=True,
             daemon_id=self._daemon_id,
+            protocol_version=agreed,
         )
 
     def _attach(self, job: JobInfo, request: session_pb2.AttachRequest, call: Call) -> SessionGrant:
@@ -187,6 +189,7 @@ class SessionService:
             kept=True,
             closing_step=self._server.closing_step(job.job_id),
             durable_step=job.durable_step,
+            protocol_version=request.protocol_version,
         )
 
     def Detach(self, request: session_pb2.DetachRequest, call: Call) -> session_pb2.DetachResponse:
@@ -461,18 +464,22 @@ def _not_opened(existing: JobInfo | None, full: _Full | None, owner: Owner) -> R
     )
 
 
-def _check_attach(request: session_pb2.AttachRequest) -> None:
-    if request.protocol_version not in SPOKEN:
-        spoken = versions_said(
-            request.protocol_version,
-            oldest=request.protocol_range.oldest,
-            newest=request.protocol_range.newest,
-        )
+def _agreed_version(request: session_pb2.AttachRequest) -> int:
+    """The newest that both sides speak; of a session that was kept, its own."""
+    said = request.protocol_range
+    spoken = versions_said(request.protocol_version, oldest=said.oldest, newest=said.newest)
+    if request.kept_session_id:
+        spoken = versions_said(request.protocol_version, oldest=0, newest=0)
+    if (agreed := SPOKEN.agreed_with(spoken)) is None:
         raise Refused(
             StatusCode.INVALID_ARGUMENT,
             f"the client speaks protocol version {spoken} and this daemon (memd {__version__}) "
             f"version {SPOKEN}; install the same memd for both",
         )
+    return agreed
+
+
+def _check_attach(request: session_pb2.AttachRequest) -> None:
     access.check_job_name(request.job)
     if request.rank >= max(request.world_size, 1) or request.world_size > RANKS_MAX:
         raise Refused(

@@ -61,6 +61,7 @@ DAEMON_TESTS = (
 CLIENT_TESTS = (
     "tests/unit/test_client_offload.py",
     "tests/unit/test_control.py",
+    "tests/unit/test_negotiation.py",
     "tests/unit/test_reattach.py",
     "tests/unit/test_steps.py",
     "tests/integration/test_client_sessions.py",

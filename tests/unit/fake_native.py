@@ -450,7 +450,16 @@ class FakeServer:
         with self._lock:
             session_id = next(self._ids)
             self._sessions[session_id] = job_id
-            info = self._jobs[job_id].info
+        return self._grant(session_id)
+
+    def resume_session(
+        self, session_id: int, *, pid: int, start_time: int, uid: int
+    ) -> SessionGrant:
+        del pid, start_time, uid
+        return self._grant(session_id)
+
+    def _grant(self, session_id: int) -> SessionGrant:
+        info = self._job(session_id).info
         session, table, doorbell = (
             os.memfd_create(name) for name in ("session", "table", "doorbell")
         )

@@ -78,6 +78,24 @@ def test_a_handled_error_of_a_call_keeps_nothing_of_its_callers(name: str) -> No
         control.close()
 
 
+@pytest.mark.parametrize("answered", [0, 4, 5])
+def test_a_session_of_another_version_than_was_agreed_on_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, answered: int
+) -> None:
+    control = Control(address=ADDRESS, token="token")
+    answer = session_pb2.AttachResponse(session_id=7, protocol_version=answered)
+    monkeypatch.setattr(control, "_call", lambda *_: answer)
+    request = session_pb2.AttachRequest(protocol_version=4)
+    try:
+        if answered != 5:  # an older daemon does not say it
+            assert control.attach(request).session_id == 7
+            return
+        with pytest.raises(memd_client.InvalidArgument, match="version 5, and this client in 4"):
+            control.attach(request)
+    finally:
+        control.close()
+
+
 def test_shards_are_declared_in_as_many_calls_as_it_takes_and_listed_page_by_page(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -15,10 +16,15 @@ import memd_client
 from memd import attach
 from memd.attach import AttachListener, send_session
 from memd.peers import Peers, Session
+from memd.service import session as session_service
+from memd.service.control import ControlServer
 from memd_client.base.address import UnixAddress
+from memd_client.connection import attach as attach_module
 from memd_client.connection.attach import AttachConnection
+from memd_client.connection.control import Control
 from memd_native import PROTOCOL_VERSION
-from memd_proto.v1 import attach_pb2
+from memd_native.protocol import ProtocolVersions
+from memd_proto.v1 import attach_pb2, session_pb2
 from tests.unit.fake_native import FakeServer, as_server
 
 if TYPE_CHECKING:
@@ -143,3 +149,72 @@ def test_a_daemon_that_knows_no_kinds_is_asked_for_segments_as_ever(tmp_path: Pa
         # It reads at most 256 bytes.
         wanted = attach_pb2.SegmentsWanted.FromString(far_end.recv(256))
     assert (wanted.session_id, wanted.segment_first) == (5, 7)
+
+
+@pytest.mark.parametrize(
+    ("daemon", "client", "agreed"),
+    [
+        ((4, 5), (4, 5), 5),
+        ((4, 5), (3, 4), 4),  # an older client
+        ((3, 4), (4, 5), 4),  # an older daemon
+        ((4, 6), (5, 9), 6),
+        ((4, 9), (5, 6), 6),
+        ((4, 5), (6, 7), None),
+        ((6, 7), (4, 5), None),
+    ],
+)
+def test_both_sides_find_the_same_version_or_part_with_both_ranges_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    daemon: tuple[int, int],
+    client: tuple[int, int],
+    agreed: int | None,
+) -> None:
+    here, there = (ProtocolVersions(oldest=each[0], newest=each[1]) for each in (client, daemon))
+    # The package has a function of that name.
+    for module in (sys.modules[memd_client.connect.__module__], attach_module):
+        monkeypatch.setattr(module, "SPOKEN", here)
+    for module in (attach, session_service):
+        monkeypatch.setattr(module, "SPOKEN", there)
+    with daemon_at(tmp_path) as address:
+        if agreed is None:
+            with pytest.raises(memd_client.InvalidArgument, match=f"{here} here, {there} there"):
+                memd_client.connect(str(address), job="job", shared_memory=False)
+            return
+        answers: list[session_pb2.AttachResponse] = []
+        keep_answer(monkeypatch, answers)
+        memd_client.connect(str(address), job="job", shared_memory=False).close()
+    assert [answer.protocol_version for answer in answers] == [agreed]
+
+
+@contextmanager
+def daemon_at(folder: Path) -> Iterator[UnixAddress]:
+    """Both its sockets."""
+    address = UnixAddress(socket=folder / "memd.sock")
+    server, peers = FakeServer(), Peers()
+    control = ControlServer(as_server(server), peers=peers, jobs_max=lambda: 8)
+    control.listen(address.socket)
+    listener = AttachListener(
+        attach.bind(address.attach_socket),
+        server=as_server(server),
+        peers=peers,
+        control_address=f"unix://{address.socket}",
+    )
+    listener.start()
+    try:
+        yield address
+    finally:
+        control.stop(grace_s=1)
+        listener.stop()
+
+
+def keep_answer(monkeypatch: pytest.MonkeyPatch, answers: list[session_pb2.AttachResponse]) -> None:
+    attach_to = Control.attach
+
+    def attach_and_keep(
+        control: Control, request: session_pb2.AttachRequest
+    ) -> session_pb2.AttachResponse:
+        answers.append(attach_to(control, request))
+        return answers[-1]
+
+    monkeypatch.setattr(Control, "attach", attach_and_keep)

@@ -29,12 +29,14 @@ from memd import owner
 from memd.peers import SESSIONS_PER_PROCESS_MAX, Peer, Peers
 from memd.refusal import Refused, StatusCode
 from memd.service import access, control, declarations, wire
+from memd.service import session as session_service
 from memd.service.call import FIELDS_MAX, holds_more_fields
 from memd.service.control import SERVICES, ControlServer
 from memd.service.places import RANKS, SHORT_CALLS, STEPS, STREAMS
 from memd.service.tensor import CHUNK_BYTES
 from memd.users import user_name
 from memd_native import PROTOCOL_VERSION, RANKS_MAX
+from memd_native.protocol import ProtocolVersions
 from memd_proto.v1 import (
     check_pb2,
     check_pb2_grpc,
@@ -560,9 +562,67 @@ def test_a_quota_of_bytes_that_the_data_plane_names_is_told(
     assert (violation.subject, violation.description) == (subject, description)
 
 
-def test_a_client_with_a_range_is_served_in_the_version_that_it_chose(service: Service) -> None:
-    spoken = types_pb2.ProtocolRange(oldest=1, newest=PROTOCOL_VERSION + 5)
-    assert service.caller().attach(protocol_range=spoken).session_id != 0
+@pytest.mark.parametrize(
+    ("here", "there", "asked", "agreed"),
+    [
+        ((4, 5), (4, 5), 5, 5),
+        ((4, 5), (3, 4), 4, 4),  # an older client
+        ((4, 5), (5, 9), 5, 5),  # a newer one
+        ((4, 6), (3, 9), 6, 6),
+        ((4, 5), None, 4, 4),  # one that knows no ranges
+        ((4, 5), (4, 5), 4, 5),  # the ranges count, not the client's choice
+        ((4, 5), (1, 3), 3, None),
+        ((4, 5), (6, 7), 6, None),
+        ((4, 5), None, 6, None),
+        ((4, 5), (5, 4), 5, None),  # no range at all
+    ],
+)
+def test_a_session_has_the_newest_version_that_both_sides_speak(
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
+    here: tuple[int, int],
+    there: tuple[int, int] | None,
+    asked: int,
+    agreed: int | None,
+) -> None:
+    monkeypatch.setattr(session_service, "SPOKEN", versions(here))
+    spoken = {} if there is None else {"protocol_range": range_of(there)}
+    if agreed is not None:
+        attached = service.caller().attach(protocol_version=asked, **spoken)
+        assert attached.protocol_version == agreed
+        return
+    with pytest.raises(grpc.RpcError) as error:
+        service.caller().attach(protocol_version=asked, **spoken)
+    said = versions(there or (asked, asked))
+    assert f"version {said} and this daemon" in refusal_of(error).message
+    assert f"version {versions(here)}; install the same memd" in refusal_of(error).message
+    assert service.server.jobs() == []
+
+
+def versions(bounds: tuple[int, int]) -> ProtocolVersions:
+    return ProtocolVersions(oldest=bounds[0], newest=bounds[1])
+
+
+def range_of(bounds: tuple[int, int]) -> types_pb2.ProtocolRange:
+    return types_pb2.ProtocolRange(oldest=bounds[0], newest=bounds[1])
+
+
+@pytest.mark.parametrize(("kept", "is_spoken"), [(3, False), (4, True), (5, True), (6, False)])
+def test_a_session_that_was_kept_keeps_its_version(
+    service: Service, monkeypatch: pytest.MonkeyPatch, kept: int, is_spoken: bool
+) -> None:
+    monkeypatch.setattr(session_service, "SPOKEN", versions((4, 5)))
+    caller = service.caller()
+    caller.peer.start_time = 1  # so that it is known
+    session_id = caller.attach(protocol_version=5).session_id
+    again = {"protocol_version": kept, "kept_session_id": session_id}
+    if is_spoken:
+        attached = caller.attach(**again, protocol_range=range_of((3, 6)))
+        assert (attached.kept, attached.protocol_version) == (True, kept)
+        return
+    with pytest.raises(grpc.RpcError) as error:
+        caller.attach(**again, protocol_range=range_of((3, 6)))
+    assert f"version {kept} and this daemon" in refusal_of(error).message
 
 
 def test_a_clients_range_is_named_where_it_is_refused(service: Service) -> None:

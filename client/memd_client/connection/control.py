@@ -15,7 +15,7 @@ import grpc
 
 from memd_client.base.credential import credential
 from memd_client.base.interrupts import Latch
-from memd_client.errors import DaemonFailed, DaemonUnavailable, from_code
+from memd_client.errors import DaemonFailed, DaemonUnavailable, InvalidArgument, from_code
 from memd_proto.v1 import (
     job_pb2,
     job_pb2_grpc,
@@ -161,7 +161,14 @@ class Control:
             old.close()
 
     def attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
-        return self._call(self._open().sessions.Attach, request, _LONG_S)
+        attached = self._call(self._open().sessions.Attach, request, _LONG_S)
+        agreed = attached.protocol_version  # 0: a daemon that takes the client's word for it
+        if agreed not in (0, request.protocol_version):
+            raise InvalidArgument(
+                f"the daemon has opened the session in protocol version {agreed}, and this client "
+                f"in {request.protocol_version}; install the same version of memd for both"
+            )
+        return attached
 
     def detach(self, request: session_pb2.DetachRequest) -> session_pb2.DetachResponse:
         return self._call(self._open().sessions.Detach, request, _SHORT_S)

@@ -40,7 +40,7 @@ class RankCall(_message.Message):
     def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("session_id", "job_id", "created", "committed_step", "host_bytes", "nvme_bytes", "segment_bytes", "arena_reserved_bytes", "kept", "closing_step", "durable_step", "can_maximize", "can_amsgrad", "daemon_id", "can_take_staged_moments", "can_take_masters", "can_load_in_place", "can_keep_rank_sums", "can_give_masters", "can_keep_scratch")
+    __slots__ = ("session_id", "job_id", "created", "committed_step", "host_bytes", "nvme_bytes", "segment_bytes", "arena_reserved_bytes", "kept", "closing_step", "durable_step", "can_maximize", "can_amsgrad", "daemon_id", "can_take_staged_moments", "can_take_masters", "can_load_in_place", "can_keep_rank_sums", "can_give_masters", "can_keep_scratch", "protocol_version")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class AttachResponse(_message.Message):
     CAN_KEEP_RANK_SUMS_FIELD_NUMBER: _ClassVar[int]
     CAN_GIVE_MASTERS_FIELD_NUMBER: _ClassVar[int]
     CAN_KEEP_SCRATCH_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     job_id: int
     created: bool
@@ -81,7 +82,8 @@ class AttachResponse(_message.Message):
     can_keep_rank_sums: bool
     can_give_masters: bool
     can_keep_scratch: bool
-    def __init__(self, session_id: _Optional[int] = ..., job_id: _Optional[int] = ..., created: bool = ..., committed_step: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., arena_reserved_bytes: _Optional[int] = ..., kept: bool = ..., closing_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., can_maximize: bool = ..., can_amsgrad: bool = ..., daemon_id: _Optional[str] = ..., can_take_staged_moments: bool = ..., can_take_masters: bool = ..., can_load_in_place: bool = ..., can_keep_rank_sums: bool = ..., can_give_masters: bool = ..., can_keep_scratch: bool = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, session_id: _Optional[int] = ..., job_id: _Optional[int] = ..., created: bool = ..., committed_step: _Optional[int] = ..., host_bytes: _Optional[int] = ..., nvme_bytes: _Optional[int] = ..., segment_bytes: _Optional[int] = ..., arena_reserved_bytes: _Optional[int] = ..., kept: bool = ..., closing_step: _Optional[int] = ..., durable_step: _Optional[int] = ..., can_maximize: bool = ..., can_amsgrad: bool = ..., daemon_id: _Optional[str] = ..., can_take_staged_moments: bool = ..., can_take_masters: bool = ..., can_load_in_place: bool = ..., can_keep_rank_sums: bool = ..., can_give_masters: bool = ..., can_keep_scratch: bool = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class DetachRequest(_message.Message):
     __slots__ = ("session_id",)
