@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from memd_proto.v1 import job_pb2, session_pb2
 from tests.daemons import TIMEOUT_S, Attached
 from tests.golden import image
+from tests.integration.failing_reads import JOB, stored_blobs
 from tests.integration.test_scrub import unpacked
 
 if TYPE_CHECKING:
@@ -88,6 +89,20 @@ def test_a_lost_shard_and_the_scrub_that_found_it_are_told(daemons: Daemons) -> 
     ended = wait_for(daemon.log, lambda event: event["event"] == "scrub pass ended")
     assert ended["errors"] == 1
     assert daemon.stop() == 0
+
+
+def test_an_unreadable_shard_is_told_and_that_it_can_be_read_again(daemons: Daemons) -> None:
+    with stored_blobs(daemons, "whole", "failing", name="unreadable-log") as job:
+        log = job.daemon.log
+        with job.failing_from("failing"):
+            assert "can't be read now, though they may be whole" in job.failure_of("failing")
+            told = wait_for(log, lambda event: event["event"].startswith("shards unreadable"))
+        assert told["level"] == "warning"
+        assert (told["job"], told["shards"], told["count"]) == (JOB, "failing", 1)
+        assert job.failure_of("whole") == job.failure_of("failing") == ""
+        again = wait_for(log, lambda event: event["event"] == "shards readable again")
+        assert (again["level"], again["shards"]) == ("info", "failing")
+        assert "shards lost" not in log.read_text()
 
 
 def test_a_takeover_and_a_holder_s_end_are_told_in_the_same_format(daemons: Daemons) -> None:
