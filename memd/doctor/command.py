@@ -92,6 +92,13 @@ def _about_the_daemon(daemon: DaemonClient) -> Iterator[Finding]:
                 f"{job.lost_shard_count} shards are lost; it stays at step {job.committed_step}",
                 "`memd job show` names them; `memd snapshot restore` an older step, or start anew",
             )
+        if job.unreadable_shards:
+            names = ", ".join(job.unreadable_shards)
+            yield obstacle(
+                f"job {job.name}",
+                f"the device failed to read {names}; nothing is lost yet",
+                "look at the drive: the next use tries again; the log names file, offset and errno",
+            )
 
 
 def run(settings: Settings, connect: Callable[[], DaemonClient]) -> list[Finding]:

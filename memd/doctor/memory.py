@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+from dataclasses import dataclass
 from pathlib import Path
 
 from memd.doctor import kernel
@@ -37,23 +38,59 @@ def room(
 
 
 def _cgroup_rooms(proc: Path, cgroups: Path) -> list[tuple[str, int]]:
-    """Memory left in the control groups of this process, from its own one upwards, of version 2."""
-    lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
-    own = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), None)
-    if own is None:
-        return []
+    """Memory left in the control groups of this process, from its own one upwards. A limit is one
+    of version 1 where that has the memory controller, else of version 2."""
     rooms = []
-    group = Path(own)
-    for path in (group, *group.parents):
-        folder = cgroups / str(path).lstrip("/")
-        try:
-            most = (folder / "memory.max").read_text(encoding="utf-8").strip()
-            used = int((folder / "memory.current").read_text(encoding="utf-8"))
-        except OSError:  # the root has no limit, and a container shows no groups above its own
+    for line in (proc / "self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, own = line.split(":", 2)
+        if not controllers:
+            layout, mounted = _VERSION_2, cgroups
+        elif "memory" in controllers.split(","):
+            layout, mounted = _VERSION_1, cgroups / "memory"
+        else:
             continue
-        if most != "max":
-            rooms.append((str(path), max(int(most) - used, 0)))
+        group = Path(own)
+        for path in (group, *group.parents):
+            room = layout.room_of(mounted / str(path).lstrip("/"))
+            if room is not None:
+                rooms.append((str(path), room))
     return rooms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layout:
+    """The files in which a version of control groups shows what a group and those below it have."""
+
+    limit: str
+    used: str
+    # In memory.stat: the page cache, which the kernel gives up before the limit refuses anything.
+    cached: tuple[str, str]
+
+    def room_of(self, folder: Path) -> int | None:
+        """None without a limit."""
+        try:
+            most = (folder / self.limit).read_text(encoding="utf-8").strip()
+            used = int((folder / self.used).read_text(encoding="utf-8"))
+            statistics = (folder / "memory.stat").read_text(encoding="utf-8")
+        except OSError:  # the root has no limit, and a container shows no groups above its own
+            return None
+        if most == "max" or int(most) >= _NO_LIMIT_BYTES:
+            return None
+        by_name = dict(line.split() for line in statistics.splitlines())
+        cached = sum(int(by_name.get(name, 0)) for name in self.cached)
+        return max(int(most) - max(used - cached, 0), 0)
+
+
+_VERSION_1 = _Layout(
+    limit="memory.limit_in_bytes",
+    used="memory.usage_in_bytes",
+    cached=("total_active_file", "total_inactive_file"),
+)
+_VERSION_2 = _Layout(
+    limit="memory.max", used="memory.current", cached=("active_file", "inactive_file")
+)
+# Version 1 shows the largest number of whole pages instead of a word.
+_NO_LIMIT_BYTES = 1 << 62
 
 
 def locking(host_bytes: int) -> Finding:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import grp
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -22,13 +23,16 @@ from memd.doctor.command import run
 from memd.doctor.finding import State
 from memd.users import user_name
 from memd_proto.v1 import job_pb2, status_pb2
+from tests.cgroups import memory_limit
 from tests.daemons import TIMEOUT_S
+from tests.integration.failing_reads import JOB, stored_blobs
 from tests.integration.test_daemon_service import with_mode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from memd.client import DaemonClient
+    from memd.doctor.finding import Finding
     from tests.daemons import Daemons
 
 FILTER = Path(__file__).parents[2] / "build/release/without_io_uring"
@@ -45,7 +49,15 @@ def folder(daemons: Daemons) -> Iterator[Path]:
 def doctor(
     daemons: Daemons, *, name: str = "ill", before: Sequence[str] = (), **settings: str
 ) -> dict[str, dict[str, Any]]:
-    """Findings by check. The exit code is 1 where one is an obstacle."""
+    """Findings by check."""
+    found = doctor_lines(daemons, name=name, before=before, **settings)
+    return {each["check"]: each for each in found}
+
+
+def doctor_lines(
+    daemons: Daemons, *, name: str = "ill", before: Sequence[str] = (), **settings: str
+) -> list[dict[str, Any]]:
+    """Findings in order. The exit code is 1 where one is an obstacle."""
     command = daemons.command(name=name, **settings)
     command.remove("--unlocked-ok")
     command[command.index("serve")] = "doctor"
@@ -57,12 +69,12 @@ def doctor(
         timeout=TIMEOUT_S,
     )
     assert answer.returncode in (0, 1), answer
-    found = json.loads(answer.stdout)
+    found: list[dict[str, Any]] = json.loads(answer.stdout)
     obstacles = [each for each in found if each["state"] == "obstacle"]
     assert answer.returncode == (1 if obstacles else 0), found
     for each in found:
         assert bool(each["cure"]) == (each["state"] != "ok"), each
-    return {each["check"]: each for each in found}
+    return found
 
 
 def obstacles(found: dict[str, dict[str, Any]]) -> list[str]:
@@ -301,6 +313,25 @@ def test_a_daemon_that_is_fenced_and_has_lost_shards(tmp_path: Path) -> None:
     assert "`memd snapshot restore` an older step" in found["job gpt"].cure
 
 
+def test_a_daemon_that_lost_one_shard_and_cannot_read_another(daemons: Daemons) -> None:
+    with stored_blobs(daemons, "whole", "flipped", "failing", name="two-ills") as job:
+        assert obstacles(doctor(daemons, name="two-ills")) == []
+        job.flip_a_bit("flipped")
+        assert "read twice" in job.failure_of("flipped")
+        with job.failing_from("failing"):
+            assert "can't be read now" in job.failure_of("failing")
+            found = doctor_lines(daemons, name="two-ills")
+        assert [each["found"] for each in found if each["state"] == "obstacle"] == [
+            "1 shards are lost; it stays at step 0",
+            "the device failed to read failing; nothing is lost yet",
+        ]
+        assert "`memd snapshot restore` an older step" in found[-2]["cure"]
+        assert "look at the drive: the next use tries again" in found[-1]["cure"]
+        assert job.failure_of("failing") == ""
+        found = doctor_lines(daemons, name="two-ills")
+        assert [each["check"] for each in found if each["state"] == "obstacle"] == [f"job {JOB}"]
+
+
 def test_huge_pages_that_are_not_reserved(tmp_path: Path) -> None:
     free = tmp_path / "free_hugepages"
     free.write_text("3\n")
@@ -359,21 +390,71 @@ def test_io_uring_that_a_sysctl_disables(
     assert calls.io_uring(disabled=disabled).cure == "sysctl kernel.io_uring_disabled=0"
 
 
-def test_a_control_group_that_is_smaller_than_the_pool(tmp_path: Path) -> None:
-    group = tmp_path / "cgroup/kubepods/pod1"
-    (group / "box").mkdir(parents=True)
+def control_group(
+    tmp_path: Path, *, version: int, limits: Mapping[str, str], used: int, cached: int = 0
+) -> Finding:
+    """Of a host of 3 GiB, in a group that is two below the root of its hierarchy. `limits` are
+    those of groups by path."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   67108864 kB\n")
-    (tmp_path / "proc/self/cgroup").write_text("0::/kubepods/pod1/box\n")
-    (group / "box/memory.max").write_text("max\n")
-    (group / "box/memory.current").write_text("4096\n")
-    (group / "memory.max").write_text(f"{3 << 30}\n")
-    (group / "memory.current").write_text(f"{1 << 30}\n")
-    places = {"proc": tmp_path / "proc", "cgroups": tmp_path / "cgroup"}
-    assert memory.room(1 << 30, **places).state is State.OK
-    found = memory.room(4 << 30, **places)
+    root, line = tmp_path / "cgroup", "0::/kubepods/pod1/box\n"
+    names = ("memory.max", "memory.current", "")
+    if version == 1:
+        # A later kernel mounts the second version beside it, without the memory controller.
+        line = f"12:pids:/elsewhere\n5:memory,hugetlb:/kubepods/pod1/box\n{line}"
+        root, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+    (tmp_path / "proc/self/cgroup").write_text(line)
+    for path, limit in limits.items():
+        group = root / path
+        group.mkdir(parents=True, exist_ok=True)
+        (group / names[0]).write_text(f"{limit}\n")
+        (group / names[1]).write_text(f"{used}\n")
+        statistics = {"inactive_file": cached // 2, "active_file": cached - cached // 2}
+        lines = [f"{names[2]}{name} {size}\n" for name, size in statistics.items()]
+        (group / "memory.stat").write_text("anon 1\n" + "".join(lines))
+    return memory.room(3 << 30, proc=tmp_path / "proc", cgroups=tmp_path / "cgroup")
+
+
+# As the kernel shows that there is none.
+NO_LIMIT = {1: "9223372036854771712", 2: "max"}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_control_group_that_is_smaller_than_the_pool(tmp_path: Path, version: int) -> None:
+    limits = {"kubepods/pod1/box": NO_LIMIT[version], "kubepods/pod1": f"{3 << 30}"}
+    found = control_group(tmp_path, version=version, limits=limits, used=1 << 30)
     assert found.state is State.OBSTACLE
     assert "2 GiB is what its control group /kubepods/pod1 has left" in found.found
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_control_group_whose_memory_is_page_cache_has_room(tmp_path: Path, version: int) -> None:
+    limits = {"kubepods/pod1": f"{4 << 30}"}
+    found = control_group(tmp_path, version=version, limits=limits, used=4 << 30, cached=3 << 30)
+    assert found.state is State.OK
+    assert "3 GiB is what its control group /kubepods/pod1 has left" in found.found
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_sees_its_own_control_group_as_the_root(tmp_path: Path, version: int) -> None:
+    found = control_group(tmp_path, version=version, limits={"": f"{1 << 30}"}, used=0)
+    assert found.state is State.OBSTACLE
+    assert "1 GiB is what its control group / has left" in found.found
+
+
+def test_a_control_group_of_the_kernel_s_that_is_smaller_than_the_pool(
+    daemons: Daemons, folder: Path
+) -> None:
+    try:
+        with memory_limit(256 << 20) as before:
+            found = doctor(daemons, before=before, data=str(folder), host="1GiB")
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    assert "memory" in obstacles(found)
+    assert re.search(
+        r"MiB is what its control group /\S*memd-\d+ has left", found["memory"]["found"]
+    )
+    assert "raise the limit of the container or unit" in found["memory"]["cure"]
 
 
 def test_system_calls_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
