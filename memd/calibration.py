@@ -160,7 +160,7 @@ def keep(folder: Path, calibration: Calibration) -> Path:
 
 def worth_measuring(folder: Path, *, volume_bytes: int) -> bool:
     """At a first start, whose volume is about to be written in full: where that takes as long as
-    the measurement, some seconds more are not noticed."""
+    the measurement, some seconds more are not noticed. No later start measures."""
     try:
         if (folder / "memd.volume").exists() or (folder / FILE_NAME).exists():
             return False
@@ -174,12 +174,24 @@ def measure_for_new_volumes(
 ) -> dict[Path, Calibration]:
     """Calibrates the folders where it is worth it; the results are kept when the volumes are made.
     No start fails here: an obstacle to a measurement is one to the volume too, and is explained
-    better there."""
+    better there. Nothing is measured where the I/O of others cannot be counted: what a busy first
+    start finds would be kept for as long as the volume is, and no later start measures."""
     from memd_native import StatusError
 
     measured = {}
     for folder in folders:
         if not worth_measuring(folder, volume_bytes=volume_bytes):
+            continue
+        if drive_bytes(folder) is None:
+            log.warning(
+                "not calibrated; measure with `memd bench io --calibrate` when nothing else uses "
+                "the drive",
+                extra={
+                    "data": str(folder),
+                    "reason": "the kernel counts no drive of its file system alone, so that "
+                    "nothing tells whether others use it",
+                },
+            )
             continue
         log.info("calibrating", extra={"data": str(folder)})
         try:
@@ -354,7 +366,8 @@ class _Drive:
         return float(moved_bytes) / 1e9 / float(done.seconds)
 
     def check_that_it_was_ours(self) -> None:
-        """Rates that were measured beside others' would be kept for as long as the volume is."""
+        """Rates that were measured beside others' would be kept for as long as the volume is.
+        Where nothing counts others' I/O, only a caller who knows that there is none comes here."""
         all_bytes = drive_bytes(self._folder)
         if all_bytes is None or self._all_bytes_before is None:
             return
@@ -368,13 +381,15 @@ class _Drive:
             )
 
 
-def drive_bytes(folder: Path) -> int | None:
+def drive_bytes(folder: Path, *, devices: Path = Path("/sys/dev/block")) -> int | None:
     """Bytes that the drive of `folder` has read and written for all, since it is there. None where
     the file system has no single drive that the kernel counts: btrfs, overlays, network."""
     number = folder.stat().st_dev
-    path = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat")
+    device = (devices / f"{os.major(number)}:{os.minor(number)}").resolve()
+    if (device / "partition").exists():
+        device = device.parent  # others may use the drive's other partitions
     try:
-        fields = path.read_text(encoding="ascii").split()
+        fields = (device / "stat").read_text(encoding="ascii").split()
     except OSError:
         return None
     return (int(fields[2]) + int(fields[6])) * _SECTOR_BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -123,6 +124,7 @@ def test_what_a_first_start_measured_is_kept_when_its_volume_is_made(
         return found
 
     monkeypatch.setattr(calibration, "measure", measured)
+    monkeypatch.setattr(calibration, "drive_bytes", lambda folder: 0)
     monkeypatch.setattr(calibration, "worth_measuring", lambda folder, volume_bytes: True)
     folders = [tmp_path / "free", tmp_path / "busy"]
     for folder in folders:
@@ -199,6 +201,46 @@ def test_a_drive_that_others_use_meanwhile_is_not_calibrated(
     said = vars(caplog.records[-1])["reason"]
     assert "too busy to be measured: other processes moved " in said
     assert "memd bench io --calibrate" in caplog.records[-1].getMessage()
+
+
+def test_a_first_start_measures_nothing_where_nothing_counts_the_io_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured: list[Path] = []
+
+    def measure(folder: Path, *, seconds: float) -> Calibration:
+        measured.append(folder)
+        return Calibration(limits=Limits(), seconds=seconds)
+
+    monkeypatch.setattr(calibration, "measure", measure)
+    monkeypatch.setattr(
+        calibration, "drive_bytes", lambda folder: None if folder.name == "network" else 0
+    )
+    folders = [tmp_path / "network", tmp_path / "drive"]
+    for folder in folders:
+        folder.mkdir()
+    with caplog.at_level(logging.WARNING):
+        by_folder = calibration.measure_for_new_volumes(folders, volume_bytes=8 << 30)
+    assert list(by_folder) == measured == [folders[1]]
+    (record,) = caplog.records
+    assert "measure with `memd bench io --calibrate` when nothing else uses" in record.getMessage()
+    assert vars(record)["data"] == str(folders[0])
+    assert "nothing tells whether others use it" in vars(record)["reason"]
+
+
+def test_the_io_of_others_is_that_of_the_whole_drive_and_not_of_a_partition(tmp_path: Path) -> None:
+    number = tmp_path.stat().st_dev
+    drive, devices = tmp_path / "block/sda", tmp_path / "dev/block"
+    devices.mkdir(parents=True)
+    assert calibration.drive_bytes(tmp_path, devices=devices) is None
+    (drive / "sda1").mkdir(parents=True)
+    (drive / "stat").write_text("  10 0 1000 5 20 0 3000 7 0 1 1\n")
+    (drive / "sda1/stat").write_text("   1 0    8 5  2 0   16 7 0 1 1\n")
+    link = devices / f"{os.major(number)}:{os.minor(number)}"
+    link.symlink_to(drive / "sda1")
+    assert calibration.drive_bytes(tmp_path, devices=devices) == 24 * 512
+    (drive / "sda1/partition").write_text("1\n")
+    assert calibration.drive_bytes(tmp_path, devices=devices) == 4000 * 512
 
 
 @contextlib.contextmanager
