@@ -120,7 +120,42 @@ def configuration_of(
     return load(flags=given, environ=os.environ, file=config_file, needs_daemon=needs_daemon)
 
 
-@main.command()
+class Serve(click.Command):
+    """Its wrong use is an event of the log: what starts daemons reads one format."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        given = list(args)  # click takes its words out of the other
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except click.UsageError as error:
+            from memd import log
+            from memd.config import log_format_wanted
+
+            # The rest of the words says in which format.
+            lenient = click.Context(
+                self,
+                info_name=info_name,
+                parent=parent,
+                resilient_parsing=True,
+                ignore_unknown_options=True,
+                allow_extra_args=True,
+            )
+            self.parse_args(lenient, given)
+            flags = {"log_format": lenient.params.get("log_format")}
+            file = lenient.params.get("config_file")
+            log_format = log_format_wanted(flags=flags, environ=os.environ, file=file)
+            log.configure(log_format=log_format, log_level="info")
+            reason = f"{error.format_message()} See `memd serve --help`."
+            raise Fatal(WrongUse(reason)) from error
+
+
+@main.command(cls=Serve)
 @setting_flags
 @setting_option(
     "holder_seconds",

@@ -6,8 +6,11 @@ import getpass
 import json
 import os
 import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from memd_proto.v1 import job_pb2, session_pb2
 from tests.daemons import TIMEOUT_S, Attached
@@ -156,3 +159,49 @@ def test_why_a_daemon_does_not_start_is_the_last_event(daemons: Daemons, tmp_pat
     status, event = end_of('log_format = "json"\n', data=str(volume.parent), nvme=nvme)
     assert status == 3
     assert str(volume) in event["reason"]
+
+
+def serve_wrongly(*arguments: str, **environ: str) -> str:
+    """What it says."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "memd", "serve", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT_S,
+        env={**os.environ, **environ},
+    )
+    assert (answer.returncode, answer.stdout) == (2, "")
+    return answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (("--bogus",), "No such option"),
+        (("--bogus=5",), "No such option"),
+        (("extra", "words"), "Got unexpected extra arguments (extra words)"),
+        (("--parent-pid", "none"), "'none' is not a valid integer"),
+        (("--socket",), "Option '--socket' requires an argument"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_wrong_use_is_a_fatal_event(wrong: tuple[str, ...], reason: str) -> None:
+    event = json.loads(serve_wrongly("--log-format", "json", *wrong))
+    assert (event["level"], event["event"]) == ("critical", "cannot serve")
+    assert reason in event["reason"]
+    assert event["reason"].endswith("See `memd serve --help`.")
+
+
+def test_wrong_use_is_told_in_the_format_that_was_chosen(tmp_path: Path) -> None:
+    file = tmp_path / "memd.toml"
+    file.write_text('log_format = "json"\n')
+    for said in (
+        serve_wrongly("--bogus", "--log-format=json"),
+        serve_wrongly("--bogus", MEMD_LOG_FORMAT="json"),
+        serve_wrongly("--bogus", "--config", str(file)),
+    ):
+        assert json.loads(said)["event"] == "cannot serve"
+    (line,) = serve_wrongly("--bogus", "--config", str(file), "--log-format", "text").splitlines()
+    assert 'level=critical event="cannot serve"' in line
+    assert "Usage:" not in line
