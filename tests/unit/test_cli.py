@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import re
 import subprocess
 import sys
 import tomllib
@@ -221,6 +222,18 @@ def test_status_for_people_and_for_programs(server: FakeServer, tmp_path: Path) 
     assert json.loads(memd("job", "list", "--json", *socket).output)[0]["counters"] == counters
     shown = json.loads(memd("job", "show", "gpt", "--json", *socket).output)
     assert shown["job"]["counters"] == counters
+
+
+def test_the_guide_shows_the_columns_that_status_has(server: FakeServer, tmp_path: Path) -> None:
+    server.open_job("gpt", uid=0)
+    said = memd("status", "--socket", str(tmp_path / "memd.sock")).output
+    headers = [" ".join(line.split()) for line in said.splitlines() if line.startswith(TABLES)]
+    assert len(headers) == len(TABLES)
+    guide = (ROOT / "docs/service.md").read_text(encoding="utf-8")
+    assert [header for header in headers if header not in re.sub(" +", " ", guide)] == []
+
+
+TABLES = ("volume ", "job ")
 
 
 def test_a_probe_tells_a_daemon_that_takes_work_from_one_that_lives_and_from_none(

@@ -174,6 +174,17 @@ def test_the_pod_has_no_rights_but_to_lock_memory(resources: dict[str, Resource]
     assert pod["priorityClassName"] == resources["PriorityClass"]["metadata"]["name"]
 
 
+def test_the_guide_names_the_alert_that_fires_under_the_profile_of_the_base(
+    resources: dict[str, Resource],
+) -> None:
+    rights = container_of(resources["DaemonSet"])["securityContext"]
+    assert rights["seccompProfile"] == {"type": "RuntimeDefault"}
+    guide = (FOLDER.parents[1] / "docs" / "service.md").read_text(encoding="utf-8")
+    about = guide.partition("\n## Under Kubernetes\n")[2].partition("\n## ")[0]
+    assert "RuntimeDefault" in about
+    assert "`MemdIoFallback` fires" in about
+
+
 def test_probes_are_commands_that_there_are(
     resources: dict[str, Resource], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
