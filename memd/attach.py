@@ -282,7 +282,7 @@ class AttachListener:
         error: StatusError | None = None
         leases = 0
         try:
-            leases = self._server.detach(session.session_id)
+            leases = self._ended(session)
         except StatusError as failed:
             error = failed
         took_ms = round((time.monotonic() - began) * 1e3, 1)
@@ -298,6 +298,37 @@ class AttachListener:
             return
         log.info(
             "session ended for its process", extra={**values, "leases": leases, "took_ms": took_ms}
+        )
+
+    def _ended(self, session: Session) -> int:
+        """How many leases it held. It is among those of peers.ending_s() until it holds nothing."""
+        is_asked_again = False
+        while True:
+            try:
+                leases = self._server.detach(session.session_id)
+            except StatusError as failed:
+                if failed.code == StatusCode.DEADLINE and not self._is_stopping:
+                    self._tell_that_it_takes_long(session, failed)
+                    is_asked_again = True
+                    continue
+                if failed.code != StatusCode.FENCED:
+                    raise
+                # The store has no such session.
+                self._peers.session_ended(session.session_id)
+                if not is_asked_again:
+                    raise
+                return 0  # what was asked before is done
+            self._peers.session_ended(session.session_id)
+            return leases
+
+    def _tell_that_it_takes_long(self, session: Session, failed: StatusError) -> None:
+        log.error(
+            "a dead process's session has not ended yet",
+            extra={
+                "session": session.session_id,
+                "job": session.job_name,
+                "error": str(failed),
+            },
         )
 
 

@@ -88,6 +88,11 @@ class DaemonCollector(Collector):
         for reason, count in {"process_died": 0, **self._peers.reclaims()}.items():
             reclaims.add_metric([reason], count)
         yield reclaims
+        yield GaugeMetricFamily(
+            "memd_client_reclaim_age_seconds",
+            "How long the oldest session of a dead client has been ending; 0: all have ended.",
+            value=self._peers.ending_s(),
+        )
         rejections = CounterMetricFamily(
             "memd_admission_rejections", "Attach calls that were refused.", labels=["reason"]
         )

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from memd.owner import Owner, owner_by_uid
 from memd.refusal import Quota, Refused, StatusCode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 # A rank has one connection a session; data loaders have none. Each of these is less than the one
 # before it, so that no user keeps other users out, and no process or job the others of its user:
@@ -90,10 +91,12 @@ class Peers:
     connection without having a session. Only the attach listener's thread removes peers and closes
     their descriptors, because it polls them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._by_token: dict[str, Peer] = {}
         self._reclaims: Counter[str] = Counter()
+        self._ending_since_s: dict[int, float] = {}  # by session, of peers that are gone
 
     def add(self, peer: Peer) -> None:
         """Refused where there are too many already."""
@@ -164,6 +167,18 @@ class Peers:
         """Peers whose sessions the daemon had to end, by reason."""
         with self._lock:
             return Counter(self._reclaims)
+
+    def session_ended(self, session_id: int) -> None:
+        """One that remove() returned holds nothing any more."""
+        with self._lock:
+            self._ending_since_s.pop(session_id, None)
+
+    def ending_s(self) -> float:
+        """How long the sessions of peers that are gone have been ending: the oldest's time, or 0
+        where all have ended."""
+        with self._lock:
+            oldest_s = min(self._ending_since_s.values(), default=None)
+        return 0.0 if oldest_s is None else self._clock() - oldest_s
 
     def add_session(self, peer: Peer, session: Session) -> None:
         """Refused where the process has died meanwhile: nobody would end the session. And where
@@ -256,7 +271,8 @@ class Peers:
             return bool(peer.sessions)
 
     def remove(self, peer: Peer, *, reason: str) -> list[Session]:
-        """The peer is gone for good; the caller ends the sessions returned."""
+        """The peer is gone for good; the caller ends the sessions returned, and tells
+        session_ended() of each."""
         with self._lock:
             if self._by_token.pop(peer.token, None) is None:
                 return []
@@ -268,6 +284,8 @@ class Peers:
             peer.sessions.clear()
             if sessions:
                 self._reclaims[reason] += 1
+                now_s = self._clock()
+                self._ending_since_s |= {each.session_id: now_s for each in sessions}
             return sessions
 
     def all(self) -> list[Peer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -19,9 +20,10 @@ import pytest
 from memd import attach, peers
 from memd.attach import AttachListener, send_session
 from memd.peers import Peer, Peers, Session
+from memd.refusal import StatusCode
 from memd_native import PROTOCOL_OLDEST, PROTOCOL_VERSION
 from memd_proto.v1 import attach_pb2
-from tests.unit.fake_native import FakeServer, KeptSession, as_server
+from tests.unit.fake_native import FakeServer, KeptSession, as_server, status_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -303,6 +305,62 @@ def test_the_sessions_of_a_killed_process_end_while_its_worker_lives_on(
     assert took_s < 0.1
     assert listening.peers.reclaims() == {"process_died": 1}
     assert listening.peers.find(peer.token) is None
+
+
+@contextlib.contextmanager
+def killed(listening: Listening) -> Iterator[int]:
+    """A session whose process has just been killed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", ALONE, str(listening.path)], stdout=subprocess.PIPE
+    ) as trainer:
+        assert trainer.stdout is not None
+        trainer.stdout.readline()
+        (peer,) = listening.peers.all()
+        session_id = listening.open_session(peer)
+        trainer.kill()
+        yield session_id
+
+
+@pytest.mark.parametrize("was_done", [False, True], ids=["not done yet", "done since"])
+def test_a_session_that_does_not_end_is_told_with_its_time_and_asked_for_again(
+    listening: Listening,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    was_done: bool,
+) -> None:
+    detach, may_go_on = listening.server.detach, threading.Event()
+    answers = [status_error(StatusCode.DEADLINE, "detaching is not done yet; it goes on")]
+    answers += [status_error(StatusCode.FENCED, "no such session")] if was_done else []
+
+    def slow_detach(session_id: int) -> int:
+        assert may_go_on.wait(5)
+        if answers:
+            raise answers.pop(0)
+        return detach(session_id)
+
+    monkeypatch.setattr(listening.server, "detach", slow_detach)
+    with killed(listening) as session_id:
+        wait_until(lambda: listening.peers.ending_s() > 0)
+        may_go_on.set()
+        wait_until(lambda: listening.peers.ending_s() == 0)
+    assert (session_id in listening.server.detached) == (not was_done)
+    told = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert [record.getMessage() for record in told] == [
+        "a dead process's session has not ended yet"
+    ]
+    assert "it goes on" in vars(told[0])["error"]
+
+
+def test_a_session_that_cannot_be_ended_stays_among_those_that_are_ending(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing_detach(session_id: int) -> int:
+        raise status_error(StatusCode.DEVICE, "the journal cannot be written")
+
+    monkeypatch.setattr(listening.server, "detach", failing_detach)
+    with killed(listening):
+        wait_until(lambda: "session cannot be ended" in caplog.text)
+    assert listening.peers.ending_s() > 0
 
 
 ALONE = """

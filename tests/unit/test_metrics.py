@@ -94,6 +94,7 @@ def test_the_figures_of_the_data_plane_are_exported(scraped: Scraped) -> None:
     assert found["memd_io_seconds_sum,device=/volume,op=sync"] == 0.75
     assert found["memd_io_bytes_total,device=/volume,op=read"] == 8192
     assert found["memd_client_reclaims_total,reason=process_died"] == 0
+    assert found["memd_client_reclaim_age_seconds"] == 0
     assert found["memd_admission_rejections_total,reason=capacity"] == 0
     assert found["memd_scrub_bytes_total"] == 4096
     assert found["memd_scrub_errors_total"] == 1

@@ -192,3 +192,21 @@ def test_a_peer_that_is_gone_has_no_session_for_calls_that_are_under_way() -> No
     with pytest.raises(Refused, match="no session 3"):
         known.session(peer, 3)
     assert known.remove(peer, reason="process_died") == []
+
+
+def test_the_oldest_session_that_is_ending_tells_how_long_it_has_been() -> None:
+    now = [100.0]
+    known = Peers(clock=lambda: now[0])
+    for number in (1, 2):
+        peer = Peer(pid=number, uid=1000, pidfd=os.eventfd(0), connection=None, start_time=7)
+        peer.sessions[number] = session(number)
+        known.add_kept(peer)
+    assert known.ending_s() == 0
+    for peer in known.all():
+        known.remove(peer, reason="process_died")
+        now[0] += 30
+    assert known.ending_s() == 60
+    known.session_ended(1)
+    assert known.ending_s() == 30
+    known.session_ended(2)
+    assert known.ending_s() == 0
