@@ -60,6 +60,7 @@ test:
 
 # The whole soak, all cells of the conformance matrix and ThreadSanitizer take too long for CI: people run them before a
 # release. Cells run here, by the matrix's own program and not by pytest, which has the tests of the matrix itself.
+test-more: PURPOSE := test-more
 test-more: SANITIZERS := address
 test-more: SANITIZED := catalogue_test check_test extent_test half_written_test job_limits_test ledger_test ring_test \
   server_test shard_store_test store_beside_test volume_test
@@ -103,7 +104,7 @@ mutants:
 
 # -O1 -g1: g++ takes 2.4 times as long for -O2 -g, and reports have their lines all the same.
 sanitize:
-	@$(SETUP) test
+	@$(SETUP) $(or $(PURPOSE),test)
 	@for sanitizer in $(SANITIZERS); do \
 	  cmake -S native -B build/$$sanitizer -G Ninja -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" \
 	    -DMEMD_SANITIZE=$$sanitizer -DMEMD_TESTS=ON -DMEMD_BINDING=OFF >/dev/null; \

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Prepares a checkout for `make demo`, `make test`, `make lint` or `make tidy`: Debian packages,
-# .venv, torch, memd itself. A part that already stands is skipped: a second run costs a second.
+# Prepares a checkout for `make demo`, `make test`, `make test-more`, `make lint` or `make tidy`:
+# Debian packages, .venv, torch, memd itself. A part that already stands is skipped: a second run
+# costs a second.
 #
-#   deploy/setup/setup.sh demo|test|lint|tidy
+#   deploy/setup/setup.sh demo|test|test-more|lint|tidy
 #
 # PYTHON       the interpreter that .venv is made from
 #              (default: the first of python3, python3.14 … python3.11 that is new enough)
@@ -11,7 +12,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-readonly purpose=${1:?usage: deploy/setup/setup.sh demo|test|lint|tidy}
+readonly purpose=${1:?usage: deploy/setup/setup.sh demo|test|test-more|lint|tidy}
 readonly venv=.venv stamps=.venv/memd-setup build=build/release
 
 say() { printf '%s\n' "memd set-up: $*" >&2; }
@@ -42,6 +43,8 @@ has_header() {
 has_python_module() { "$python" -c "import $1"; }
 has_python_headers() { test -f "$(python_path include)/Python.h"; }
 
+has_browser() { command -v chromium-headless-shell || command -v chromium; }
+
 need() {
   local package=$1; shift
   "$@" >/dev/null 2>&1 || missing+=("$package")
@@ -58,7 +61,7 @@ list_missing() {
   need ninja-build ninja --version
   need liburing-dev has_header liburing.h
   need libxxhash-dev has_header xxhash.h
-  if [[ $purpose == test ]]; then
+  if [[ $purpose == test* ]]; then
     need git git --version
     need libgtest-dev has_header gtest/gtest.h
     need systemd systemd-analyze --version
@@ -66,6 +69,8 @@ list_missing() {
     # Only root mounts file systems, and has sbin on its path.
     ((EUID != 0)) || need xfsprogs mkfs.xfs -V
   fi
+  # The test of the metrics page draws it: without a window, and so without what a desktop needs.
+  [[ $purpose != test-more ]] || need chromium-headless-shell has_browser
 }
 
 as_root() {
@@ -220,14 +225,14 @@ build_step() {
 
 build_native() {
   local target=_core site_packages
-  if [[ $purpose == test ]]; then
+  if [[ $purpose == test* ]]; then
     target=all
     build_step cmake -DMEMD_TESTS=ON "$build"
   fi
   site_packages=$(python="$venv/bin/python" python_path platlib)
   build_step cmake --build "$build" --target "$target"
   build_step cmake --install "$build" --component python --prefix "$site_packages"
-  [[ $purpose != test ]] || build_faults
+  [[ $purpose != test* ]] || build_faults
 }
 
 # The same sources with failpoints, for the tests that kill at them and plant bugs; no module of
@@ -245,13 +250,13 @@ ensure_venv
 ensure_torch
 case $purpose in
   demo) ensure_memd demo ;;
-  test)
+  test | test-more)
     ensure_memd test
     ensure_programs prometheus promtool prometheus
     ensure_programs kubernetes-client kubectl
     ;;
   lint | tidy) ensure_memd test; ensure_tools "$purpose" ;;
-  *) die "no such purpose: $purpose (demo, test, lint, tidy)" ;;
+  *) die "no such purpose: $purpose (demo, test, test-more, lint, tidy)" ;;
 esac
 build_native
 say "ready after $((SECONDS - started)) s"

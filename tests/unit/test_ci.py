@@ -127,3 +127,19 @@ def test_the_device_tests_are_asked_for_alone() -> None:
             env=environ,
         )
         assert len(re.findall(r"-m pytest .*tests/device ", plan.stdout)) == 1
+
+
+def test_more_tests_have_a_browser_and_the_others_do_not_wait_for_it() -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    for target, purpose in (("test", "test"), ("sanitize", "test"), ("test-more", "test-more")):
+        plan = subprocess.run(
+            ["make", "--dry-run", target],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environ,
+        )
+        assert re.findall(r"^deploy/setup/setup.sh (.*)$", plan.stdout, re.MULTILINE) == [purpose]
+    setup = (ROOT / "deploy/setup/setup.sh").read_text(encoding="utf-8")
+    assert "[[ $purpose != test-more ]] || need chromium-headless-shell has_browser" in setup
