@@ -127,6 +127,8 @@ build_wheel() {
     --config-settings "cmake.define.MEMD_ARCHITECTURE=$architecture" \
     --config-settings "cmake.define.MEMD_SYSROOT=$sysroot" \
     . >&2
+  # One of an earlier version; those of other interpreters stay.
+  rm -f "dist/memd-"*"-cp${version/./}-"*"_$architecture.whl"
   # Fails where a symbol is newer than glibc 2.28, or a library would have to come along.
   PATH="$tools/bin:$PATH" repair_wheel --plat "manylinux_2_28_$architecture" --only-plat \
     --wheel-dir dist "$raw"/memd-*.whl >"$raw/auditwheel.log" 2>&1 ||
@@ -174,7 +176,6 @@ for architecture in "${architectures[@]}"; do
       packages+=("libpython${versions[index]}-dev")
   done
   ensure_sysroot "${packages[@]}"
-  rm -f dist/memd-*"_$architecture.whl"
   for index in "${!pythons[@]}"; do build_wheel "${pythons[index]}" "${versions[index]}"; done
   check_wheels "$architecture"
 done
