@@ -31,7 +31,7 @@ SYSTEMD_FILES = {
     "memd.tmpfiles": ("memd.tmpfiles.conf", "usr/lib/tmpfiles.d/memd.conf"),
 }
 SCRIPTS = ("memd.postinst", "memd.prerm", "memd.postrm")
-# Those that a package of memd[server] has to have, with all that they need.
+# Those that a package of memd[server,token] has to have, with all that they need.
 LOCK = (DEBIAN / "requirements.txt").read_text(encoding="utf-8")
 LOCKED = dict(re.findall(r"^([a-z-]+)==(\S+)", LOCK, re.MULTILINE))
 
@@ -94,13 +94,14 @@ def test_every_wheel_is_pinned_with_hashes() -> None:
     entries = re.split(r"^(?=[a-z])", LOCK, flags=re.MULTILINE)[1:]
     assert len(entries) == len(LOCKED) > 10
     for entry in entries:
-        assert re.match(r"[a-z-]+==\S+ \\\n", entry), entry
+        assert re.match(r"[a-z-]+==\S+( ; [^\n]+)? \\\n", entry), entry
         assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), entry
 
 
-def test_the_pinned_versions_are_what_the_server_asks_for() -> None:
+def test_the_pinned_versions_are_what_the_server_and_its_tokens_ask_for() -> None:
     project: Any = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    asked = [*project["dependencies"], *project["optional-dependencies"]["server"]]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *extras["server"], extras["token"][-1]]
     for requirement in map(Requirement, asked):
         assert requirement.specifier.contains(LOCKED[requirement.name]), requirement
     assert not {"torch", "numpy"} & LOCKED.keys()
