@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 
 from memd import __version__
 from memd.page.overview import POLICY
+from memd.service.answers import OK, SECONDS_BOUNDS
 from memd_native import (
     IO_SECONDS_BOUNDS,
     PROTOCOL_VERSION,
@@ -32,11 +33,12 @@ from memd_native import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from prometheus_client.metrics_core import Metric
 
     from memd.peers import Peers
+    from memd.service.answers import MethodAnswers
     from memd.service.call import Gate
     from memd_native import (
         DeviceStatistics,
@@ -99,6 +101,7 @@ class DaemonCollector(Collector):
         for reason, count in {"capacity": 0, **self._gate.admission_rejections()}.items():
             rejections.add_metric([reason], count)
         yield rejections
+        yield from _about_calls(self._gate.answers.by_method())
         yield CounterMetricFamily(
             "memd_ring_protocol_errors",
             "Ring entries of clients that made no sense.",
@@ -109,6 +112,27 @@ class DaemonCollector(Collector):
             "Time that leases waited for room in the host pool, rather than for the disk.",
             value=statistics.room_wait_seconds,
         )
+
+
+def _about_calls(methods: Mapping[str, MethodAnswers]) -> Iterator[Metric]:
+    calls = CounterMetricFamily(
+        "memd_rpcs",
+        "Calls of the control plane that were answered, by gRPC's status code.",
+        labels=["method", "code"],
+    )
+    seconds = HistogramMetricFamily(
+        "memd_rpc_seconds",
+        "Time from a call to its answer, with what it waited for: of a step, its commit.",
+        labels=["method"],
+    )
+    for method, answers in sorted(methods.items()):
+        for code, count in {OK: 0, **answers.codes}.items():
+            calls.add_metric([method, code], count)
+        names = [*(f"{bound:g}" for bound in SECONDS_BOUNDS), "+Inf"]
+        buckets = list(zip(names, answers.cumulative(), strict=True))
+        seconds.add_metric([method], buckets, answers.seconds)
+    yield calls
+    yield seconds
 
 
 def _about_the_pool(statistics: ServerStatistics) -> Iterator[Metric]:

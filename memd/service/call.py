@@ -14,6 +14,7 @@ from grpc_status import rpc_status  # type: ignore[import-untyped]  # nor has gr
 
 from memd.identity import UidIdentity
 from memd.refusal import Refused, StatusCode
+from memd.service.answers import Answers
 from memd.service.error_details import details_of, job_of
 from memd.service.places import RANKS, SHORT_CALLS, STEPS, STREAMS, Holder, Places
 from memd_native import StatusError
@@ -201,6 +202,7 @@ class Gate(grpc.ServerInterceptor):
         self._peers = peers
         self._identity = identity or UidIdentity()
         self._places = Places()
+        self.answers = Answers()
         self._lock = Lock()
         self._rejections: Counter[str] = Counter()
         self._under_way = 0
@@ -237,15 +239,29 @@ class Gate(grpc.ServerInterceptor):
         if not path.startswith(_OURS):
             return handler
         if handler.unary_stream:
-            streaming = self._streaming(method, handler.unary_stream)
+            streaming = self._counted_stream(method, self._streaming(method, handler.unary_stream))
             return grpc.unary_stream_rpc_method_handler(streaming, *codec)
         if handler.stream_unary:
-            unary = self._unary(method, handler.stream_unary, STREAMS)
+            unary = self._counted(method, self._unary(method, handler.stream_unary, STREAMS))
             return grpc.stream_unary_rpc_method_handler(unary, *codec)
         assert handler.unary_unary is not None  # memd.v1 has no calls that stream both ways
         kind = STEPS if method in _STEPS else SHORT_CALLS
-        unary = self._unary(method, handler.unary_unary, kind)
+        unary = self._counted(method, self._unary(method, handler.unary_unary, kind))
         return grpc.unary_unary_rpc_method_handler(unary, *codec)
+
+    def _counted(self, method: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(request: Any, context: grpc.ServicerContext) -> Any:
+            with self.answers.counted(method, context):
+                return answer(request, context)
+
+        return counted
+
+    def _counted_stream(self, method: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            with self.answers.counted(method, context):
+                yield from answer(request, context)
+
+        return counted
 
     def _unary(self, method: str, serve: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         def answer(request: Any, context: grpc.ServicerContext) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from memd import config
 from memd.metrics import DaemonCollector
 from memd.peers import Peers
+from memd.service.answers import OK
 from memd.service.call import Gate
 from tests.unit.fake_native import FakeServer, as_server
 
@@ -59,8 +60,10 @@ def metrics() -> str:
     server, peers = FakeServer(), Peers()
     job = server.open_job("job", uid=1)
     server.attach(job.job_id)
+    gate = Gate(peers)
+    gate.answers.note("Attach", OK, 0.0)
     rows = []
-    for family in DaemonCollector(as_server(server), peers=peers, gate=Gate(peers)).collect():
+    for family in DaemonCollector(as_server(server), peers=peers, gate=gate).collect():
         name = family.name + ("_total" if family.type == "counter" else "")
         labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
         rows.append(

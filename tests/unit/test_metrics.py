@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 class Scraped:
     server: FakeServer
     metrics: MetricsServer
+    gate: Gate
     readiness: list[bool] = field(default_factory=lambda: [False])
 
     def get(self, path: str) -> tuple[int, str]:
@@ -43,14 +44,15 @@ class Scraped:
 @pytest.fixture
 def scraped() -> Iterator[Scraped]:
     server, peers, readiness = FakeServer(), Peers(), [False]
-    collector = DaemonCollector(as_server(server), peers=peers, gate=Gate(peers))
+    gate = Gate(peers)
+    collector = DaemonCollector(as_server(server), peers=peers, gate=gate)
     metrics = MetricsServer(
         "127.0.0.1:0",
         is_ready=lambda: readiness[0] and not server.statistics().fence_reason,
     )
     overview = Overview(as_server(server), is_ready=lambda: readiness[0])
     metrics.start(collector, page=overview.html)
-    yield Scraped(server, metrics, readiness)
+    yield Scraped(server, metrics, gate, readiness)
     metrics.stop()
 
 
@@ -160,10 +162,24 @@ def test_no_label_names_a_process_a_user_or_a_shard(scraped: Scraped) -> None:
     }
 
 
+def test_calls_are_exported_by_method_and_code(scraped: Scraped) -> None:
+    for code, seconds in (("ok", 0.001), ("ok", 0.003), ("deadline_exceeded", 100.0)):
+        scraped.gate.answers.note("Step", code, seconds)
+    found = samples(scraped.get("/metrics")[1])
+    assert found["memd_rpcs_total,code=ok,method=Step"] == 2
+    assert found["memd_rpcs_total,code=deadline_exceeded,method=Step"] == 1
+    assert found["memd_rpc_seconds_bucket,le=0.001,method=Step"] == 1
+    assert found["memd_rpc_seconds_bucket,le=0.004,method=Step"] == 2
+    assert found["memd_rpc_seconds_bucket,le=32.768,method=Step"] == 2
+    assert found["memd_rpc_seconds_bucket,le=+Inf,method=Step"] == 3
+    assert found["memd_rpc_seconds_sum,method=Step"] == pytest.approx(100.004)
+
+
 def test_promtool_finds_nothing_wrong(scraped: Scraped) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (Debian package prometheus)")
     scraped.server.open_job("gpt", uid=1)
+    scraped.gate.answers.note("Step", "ok", 0.001)
     text = scraped.get("/metrics")[1]
     command = ["promtool", "check", "metrics"]
     checked = subprocess.run(command, input=text, capture_output=True, text=True, check=False)

@@ -426,6 +426,22 @@ def test_an_error_carries_code_and_detail_in_both_forms(service: Service) -> Non
     assert service.server.jobs() == []
 
 
+def test_calls_are_counted_by_method_and_what_they_were_answered(service: Service) -> None:
+    caller = service.caller()
+    with pytest.raises(grpc.RpcError):
+        caller.attach(host_bytes=1 << 50)
+    for _ in range(2):
+        caller.call(caller.jobs.ListJobs, job_pb2.ListJobsRequest())
+    with pytest.raises(grpc.RpcError):
+        caller.jobs.ListJobs(job_pb2.ListJobsRequest(), timeout=TIMEOUT_S)
+    answers = service.control.gate.answers.by_method()
+    assert answers.keys() == {"Attach", "ListJobs"}
+    assert answers["Attach"].codes == {"resource_exhausted": 1}
+    assert answers["ListJobs"].codes == {"ok": 2, "unauthenticated": 1}
+    assert answers["ListJobs"].cumulative()[-1] == 3
+    assert answers["ListJobs"].seconds > 0
+
+
 def details_by_name(refusal: Refusal) -> dict[str, Any]:
     """Those of google.rpc."""
     found = {}
