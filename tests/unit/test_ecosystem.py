@@ -18,9 +18,10 @@ def row(*, tests: str = "", command: str = "", expects: str = "a thing") -> Row:
     return Row(area="gRPC", expects=expects, tests=tests, command=command)
 
 
-def test_each_row_has_one_way_to_show_it() -> None:
+def test_each_row_has_one_way_to_show_it_or_says_why_memd_differs() -> None:
     assert len(rows()) > 50
-    assert [each for each in rows() if bool(each.tests) == bool(each.command)] == []
+    ways = [(each, (each.tests, each.command, each.differs)) for each in rows()]
+    assert [each for each, texts in ways if sum(map(bool, texts)) != 1] == []
     expected = [each.expects for each in rows()]
     assert len(set(expected)) == len(expected)
 
@@ -74,5 +75,9 @@ def test_one_that_fails_fails_the_run(
     monkeypatch.setattr(ecosystem, "rows", lambda: made)
     assert ecosystem.main() == 1
     assert "1 of 2 rows passed" in capsys.readouterr().out
-    made.pop()
+    made[1] = Row(area="gRPC", expects="a thing", differs="a | b")
+    capsys.readouterr()
     assert ecosystem.main() == 0
+    shown = capsys.readouterr().out
+    assert "| gRPC | a thing | memd does otherwise | a \\| b |" in shown
+    assert "1 of 1 rows passed; 1 differ" in shown

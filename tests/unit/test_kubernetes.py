@@ -185,6 +185,18 @@ def test_the_guide_names_the_alert_that_fires_under_the_profile_of_the_base(
     assert "`MemdIoFallback` fires" in about
 
 
+def test_a_node_lets_go_of_its_daemon_last_and_slowly(resources: dict[str, Resource]) -> None:
+    """State in memory goes to disk before the pod ends; and while one node's ends, others serve."""
+    daemons = resources["DaemonSet"]["spec"]
+    pod = daemons["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= 120
+    assert daemons["updateStrategy"]["rollingUpdate"] == {"maxUnavailable": 1}
+    assert ("nvidia.com/gpu", "Exists") in [
+        (each["key"], each["operator"]) for each in pod["tolerations"]
+    ]
+    assert resources["PriorityClass"]["value"] > 0
+
+
 def test_probes_are_commands_that_there_are(
     resources: dict[str, Resource], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
