@@ -3,6 +3,7 @@ images are built and work is what `python -m tests.soak.containers` shows."""
 
 from __future__ import annotations
 
+import ast
 import copy
 import hashlib
 import json
@@ -181,8 +182,43 @@ def test_the_trainer_reaches_the_daemon_through_its_sockets_alone() -> None:
     assert environ("trainer")["MEMD_ADDRESS"] == environ("daemon")["MEMD_ADDRESS"]
     assert trainer["depends_on"]["memd"]["condition"] == "service_healthy"
     # The script that it runs goes on where its job stands.
-    assert "session.resume()" in (FOLDER / "train.py").read_text()
     assert trainer["restart"] == "on-failure"
+
+
+class Plain(ast.NodeTransformer):
+    """A script without what it prints, imports one by one, and constants in their places."""
+
+    def __init__(self) -> None:
+        self._constants: dict[str, ast.expr] = {}
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+        (target,) = node.targets
+        if isinstance(target, ast.Name) and target.id.isupper():
+            self._constants[target.id] = node.value
+            return None
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return self._constants.get(node.id, node)
+
+    def visit_Import(self, node: ast.Import) -> list[ast.stmt]:
+        return [ast.Import([name]) for name in node.names]
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        text = ast.unparse(node)
+        return None if text.startswith(("print(", "'")) else self.generic_visit(node)
+
+
+def test_the_trainers_script_is_the_first_of_the_guide() -> None:
+    guide = (FOLDER.parents[1] / "docs" / "training.md").read_text()
+    script = re.search(r"```python\n(.*?)```", guide, re.DOTALL)
+    assert script is not None
+    plain = [
+        ast.unparse(Plain().visit(ast.parse(text)))
+        for text in (script[1], (FOLDER / "train.py").read_text())
+    ]
+    assert plain[0] == plain[1]
+    assert "session.resume()" in plain[0]
 
 
 def test_prometheus_asks_the_daemons_container_as_it_would_ask_a_node() -> None:
