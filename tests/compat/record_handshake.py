@@ -71,7 +71,8 @@ def record(address: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    from tests.compat.releases import python_of, releases
+    from tests.compat.built_release import python_of
+    from tests.compat.releases import releases
     from tests.compat.upgrades import start
     from tests.daemons import daemons
 

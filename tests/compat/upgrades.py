@@ -9,6 +9,9 @@ taken over. Then today's client goes on, and every bit is that of a training in 
 If both have one protocol and one ledger, the old client also trains through the upgrade, without
 an end, and today's client trains on the old daemon.
 
+A release is its own wheel, which pip installs with what the release asks for into an environment of
+its own: gRPC, protobuf and torch are not those that run this.
+
 Run: python -m tests.compat.upgrades [--count N] [--json FILE] [--only RELEASE]; N runs of each.
 """
 
@@ -28,7 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 from memd_native.protocol import SPOKEN
 from tests.compat import small_job
-from tests.compat.releases import ROOT, Release, python_of, releases
+from tests.compat.built_release import how_built, packages_of, python_of
+from tests.compat.releases import ROOT, Release, releases
 from tests.daemons import Daemon, Daemons, daemons
 
 if TYPE_CHECKING:
@@ -223,6 +227,7 @@ def each(chosen: Sequence[Release], count: int) -> list[dict[str, Any]]:
     for release in chosen:
         if is_spoken(release) and release.ledger == ledger_of_today():
             serve_todays_client(release)
+        print(f"{release.name}: {how_built(release)}, {packages_of(release)}", file=sys.stderr)
         for case in cases_of(release):
             run = upgrade_under_training if case.is_trained_through else upgrade
             began = time.monotonic()
@@ -231,6 +236,8 @@ def each(chosen: Sequence[Release], count: int) -> list[dict[str, Any]]:
             made.append(
                 {
                     "release": release.name,
+                    "built_by": how_built(release),
+                    "packages": packages_of(release),
                     "durability": case.durability,
                     "ends_by": case.ends_by.name,
                     "goes_on_at": case.goes_on_at,
