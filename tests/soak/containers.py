@@ -2,8 +2,8 @@
 others, which have no network, and PID, mount and user namespaces of their own.
 
 Trainers have the bits of the same steps without memd, also where the daemon is killed under them;
-a trainer that is killed is noticed; without io_uring in the seccomp profile the daemon says so and
-uses threads. The time from a kill to the end of the session is measured and promised to nobody.
+a trainer that is killed is noticed, which takes at most 100 ms in the median of 20 kills or more;
+without io_uring in the seccomp profile the daemon says so and uses threads.
 
 As root, with the images of deploy/container/build.sh:
 
@@ -54,6 +54,8 @@ READ_ONLY = ("--network=none", "--read-only", "--tmpfs=/tmp", "--cap-drop=all")
 STEPS, KILLED_AT = 100, 10
 # No step or start of these takes a minute: who makes none in this time hangs.
 PATIENCE_S = 120.0
+# Medians of so many kills count: a single one may meet a busy machine.
+NOTICED_MS_MAX, KILLS_OF_A_MEDIAN = 100.0, 20
 # What a container of its own has of its own.
 NAMESPACES = ("pid", "mnt", "user", "net", "ipc")
 
@@ -350,6 +352,16 @@ def run(engine: Engine, kills: int) -> Outcome:
     )
 
 
+def late(outcome: Outcome) -> str | None:
+    """What is to be said where deaths are noticed too late."""
+    median = outcome.noticed_ms_median
+    if outcome.kills < KILLS_OF_A_MEDIAN or median <= NOTICED_MS_MAX:
+        return None
+    return (
+        f"deaths are noticed after {median} ms in the median, and not within {NOTICED_MS_MAX:.0f}"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
@@ -360,9 +372,11 @@ def main() -> int:
     arguments = parser.parse_args()
     command, flags = shlex.split(arguments.engine), shlex.split(arguments.run_flags)
     if shutil.which(command[0]) is None:
-        parser.error(f"{command[0]} is not installed")
+        sys.exit(f"{command[0]} is not installed")
     if os.geteuid() != 0:
-        parser.error("namespaces of users, and folders of the daemon's, need root")
+        sys.exit(
+            "namespaces of users, and folders of the daemon's, need root: sudo make try-containers"
+        )
     with tempfile.TemporaryDirectory() as logs:
         try:
             engine = Engine(command, flags, Path(logs), not arguments.unshare_users)
@@ -374,6 +388,9 @@ def main() -> int:
     print(text)
     if arguments.json:
         arguments.json.write_text(text + "\n")
+    if sentence := late(outcome):
+        print(f"FAILED: {sentence}")
+        return 1
     return 0
 
 

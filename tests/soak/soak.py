@@ -1,6 +1,6 @@
 """The long runs. Each part writes its report under build/soak, and is not run again while the
-report is of this commit: a soak that was ended goes on with the first part that has none. CI runs
-a tenth of it: --percent 10.
+report is of this commit: a soak that was ended goes on with the first part that has none. CI runs a
+fifth of seven parts, as the Makefile says.
 
 Run: python -m tests.soak.soak [--only NAME…] [--percent N] [--again] [--list]
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,12 +18,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "soak"
+LAST_WORDS = 40
 POWER_CUTS = (str(ROOT / "build" / "release" / "powercut_soak"),)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Its command writes a JSON report to the path that follows it, and fails where a promise is
+    """Its command writes a JSON report to the path that it is given, and fails where a promise is
     broken. It takes the number of kills, interrupts, cuts, images, cells or seconds as
     `count_flag`."""
 
@@ -32,9 +34,12 @@ class Part:
     count: int
     flags: tuple[str, ...] = ()
 
-    @property
-    def command(self) -> tuple[str, ...]:
-        return (*self.program, self.count_flag, str(self.count), *self.flags, "--json")
+    def command(self, answer: Path) -> tuple[str, ...]:
+        count = (self.count_flag, str(self.count))
+        return (*self.program, *count, *self.flags, "--json", str(answer))
+
+    def outcome(self, answer: Path, log: Path) -> object:
+        return json.loads(answer.read_text())
 
     @property
     def report(self) -> Path:
@@ -42,6 +47,19 @@ class Part:
 
     def reduced_to(self, percent: int) -> Part:
         return replace(self, count=max(1, self.count * percent // 100))
+
+
+class Target(Part):
+    """Targets of the Makefile, whose last words are the report. Where they need root, or a tool
+    that is not here, they fail, and say so in a sentence."""
+
+    def command(self, answer: Path) -> tuple[str, ...]:
+        # Also where it is empty: it hides those that `make soak` was given.
+        arguments = f"ARGS={self.count_flag} {self.count}" if self.count_flag else "ARGS="
+        return ("make", "--no-print-directory", *self.program, arguments)
+
+    def outcome(self, answer: Path, log: Path) -> object:
+        return log.read_text().splitlines()[-LAST_WORDS:]
 
 
 def python(module: str) -> tuple[str, ...]:
@@ -153,6 +171,11 @@ PARTS = (
         )
         for file_system in ("ext4", "xfs")
     ),
+    # As root, and longer than an hour together.
+    Target("operator", ("operator",), "", 1),
+    Target("package", ("try-deb",), "", 1),
+    Target("containers", ("try-containers",), "--kills", 20),
+    Target("wheels", ("wheels", "try-wheels"), "", 1),
 )
 
 
@@ -205,18 +228,28 @@ def _run(part: Part, commit: str) -> tuple[float, int]:
     log = part.report.with_suffix(".log")
     with log.open("w") as output:
         answer = subprocess.run(
-            [*part.command, str(unfinished)], stdout=output, stderr=output, check=False, cwd=ROOT
+            part.command(unfinished),
+            stdout=output,
+            stderr=output,
+            check=False,
+            cwd=ROOT,
+            env=outside_of_make(),
         )
     seconds = time.monotonic() - began
     if answer.returncode != 0:
         print(log.read_text()[-3000:])
         return seconds, answer.returncode
-    outcome = json.loads(unfinished.read_text())
+    outcome = part.outcome(unfinished, log)
     report = {"commit": commit, "seconds": round(seconds, 1), "outcome": outcome}
     part.report.write_text(json.dumps(report, indent=2) + "\n")
-    unfinished.unlink()
+    unfinished.unlink(missing_ok=True)
     print("    " + json.dumps(outcome)[:500])
     return seconds, 0
+
+
+def outside_of_make() -> dict[str, str]:
+    """Without the flags that `make soak` hands to a make below it."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
 
 
 def _is_done(part: Part, commit: str) -> bool:
