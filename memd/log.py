@@ -10,6 +10,8 @@ import threading
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from memd_native import set_check_format
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -24,6 +26,7 @@ def configure(*, log_format: str, log_level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=log_level.upper(), force=True)
+    set_check_format(log_format, to_journal=_is_to_journal(os.environ))
 
 
 def tell_uncaught_errors() -> None:
@@ -55,12 +58,16 @@ class TextFormatter(logging.Formatter):
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         super().__init__()
-        self._to_journal = "JOURNAL_STREAM" in environ
+        self._to_journal = _is_to_journal(environ)
 
     def format(self, record: logging.LogRecord) -> str:
         values = _values(record, self)
         line = " ".join(f"{name}={_quoted(value)}" for name, value in values.items())
         return f"<{_PRIORITIES[record.levelname]}>{line}" if self._to_journal else line
+
+
+def _is_to_journal(environ: Mapping[str, str]) -> bool:
+    return "JOURNAL_STREAM" in environ
 
 
 def _values(record: logging.LogRecord, formatter: logging.Formatter) -> dict[str, Any]:

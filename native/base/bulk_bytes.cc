@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstdio>
-#include <cstdlib>
 #include <iterator>
 #include <optional>
 #include <utility>
@@ -45,12 +43,10 @@ void count_moved(uint64_t bytes) {
   }
   turn.moved_bytes += bytes;
   if (turn.moved_bytes <= kTurnBytesMax) return;
-  std::fprintf(stderr,
-               "the server thread has moved %llu bytes in a turn, the last %llu at once; workers "
-               "have to do it\n",
-               static_cast<unsigned long long>(turn.moved_bytes),
-               static_cast<unsigned long long>(bytes));
-  MEMD_CHECK_LE(turn.moved_bytes, kTurnBytesMax);
+  internal::CheckedValues said;
+  said.stream() << "(the server thread has moved " << turn.moved_bytes
+                << " bytes in a turn, the last " << bytes << " at once; workers have to do it)";
+  internal::check_failed(__FILE__, __LINE__, "turn.moved_bytes <= kTurnBytesMax", said.view());
 }
 
 void end_turn() {

@@ -1,13 +1,27 @@
 #include <nanobind/nanobind.h>
 
+#include <string>
+
+#include "base/check_format.h"
 #include "bind/bind.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
 namespace memd {
 namespace {
 
 PyObject* status_error = nullptr;  // lives as long as the module, which is never unloaded
+
+void set_format(const std::string& log_format, bool to_journal) {
+  if (log_format == "json") {
+    set_check_format(CheckFormat::json);
+  } else if (log_format == "text") {
+    set_check_format(to_journal ? CheckFormat::journal : CheckFormat::text);
+  } else {
+    throw nb::value_error(("log_format is text or json: " + log_format).c_str());
+  }
+}
 
 }  // namespace
 
@@ -21,6 +35,13 @@ void bind_status(nb::module_& module) {
                                            nullptr);
   if (status_error == nullptr) throw nb::python_error();
   module.attr("StatusError") = nb::borrow(status_error);
+  module.def("set_check_format",
+             &set_format,
+             "log_format"_a,
+             nb::kw_only(),
+             "to_journal"_a,
+             "How this process writes the line of a check that fails, before it aborts: as "
+             "memd/log.py writes events. Without it the line is plain.");
 }
 
 nb::object status_exception(const Status& status) {

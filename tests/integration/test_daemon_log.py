@@ -5,9 +5,12 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -205,3 +208,57 @@ def test_wrong_use_is_told_in_the_format_that_was_chosen(tmp_path: Path) -> None
     (line,) = serve_wrongly("--bogus", "--config", str(file), "--log-format", "text").splitlines()
     assert 'level=critical event="cannot serve"' in line
     assert "Usage:" not in line
+
+
+# `memd serve`, with a pipe's end for reading where the server thread's eventfd was: nobody can wake
+# that thread any more.
+WITHOUT_WAKING = """
+import os, sys
+import memd.daemon
+from memd.cli import main
+
+def eventfds():
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventfd]":
+                found.add(int(name))
+        except FileNotFoundError:
+            pass
+    return found
+
+def make_broken(**settings):
+    before = eventfds()
+    server = make(**settings)
+    reading_end, _ = os.pipe2(os.O_NONBLOCK)
+    for fd in eventfds() - before:
+        os.dup2(reading_end, fd)
+    return server
+
+make, memd.daemon.Server = memd.daemon.Server, make_broken
+sys.argv = ["memd", *sys.argv[sys.argv.index("serve"):]]
+main()
+"""
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_native_check_that_fails_is_told_in_the_same_format(
+    daemons: Daemons, log_format: str
+) -> None:
+    settings = ("--log-format", log_format, "--holder-seconds", "0")
+    before = (sys.executable, "-c", WITHOUT_WAKING)
+    line = daemons.refusal(*settings, name="broken", before=before, status=-signal.SIGABRT)
+    if log_format == "json":
+        told = json.loads(line)
+        assert list(told)[:4] == ["time", "level", "event", "logger"]
+        assert datetime.fromisoformat(told["time"]).tzinfo == UTC
+        assert (told["level"], told["logger"]) == ("critical", "memd_native")
+        assert told["event"] == "ended by a check that failed, which is a bug"
+        assert told["check"].startswith("write(wake_")
+        assert told["values"] == "(-1 against 8)"
+        assert re.search(r"\.cc:\d+$", told["place"])
+    else:
+        assert re.match(r"time=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00 level=critical ", line)
+        assert ' event="ended by a check that failed, which is a bug" logger=memd_native ' in line
+        assert ' check="write(wake_' in line
+        assert ' values="(-1 against 8)" place=' in line

@@ -84,6 +84,7 @@ from memd_native._core import (
     measure_hash,
     measure_leases,
     remove_volumes,
+    set_check_format,
     simulate_plan,
 )
 
@@ -168,5 +169,6 @@ __all__ = [
     "measure_hash",
     "measure_leases",
     "remove_volumes",
+    "set_check_format",
     "simulate_plan",
 ]

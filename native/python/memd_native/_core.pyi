@@ -15,6 +15,11 @@ class StatusError(Exception):
     quota_name: str
     quota_bytes: int
 
+def set_check_format(log_format: str, *, to_journal: bool) -> None:
+    """
+    How this process writes the line of a check that fails, before it aborts: as memd/log.py writes events. Without it the line is plain.
+    """
+
 class AdamSettings:
     def __init__(self, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, decoupled: bool, maximize: bool = False, amsgrad: bool = False) -> None:
         """
