@@ -9,10 +9,8 @@ size class that was ever needed. The bytes begin with the commit's number, which
 from __future__ import annotations
 
 import hashlib
-import random
 import re
 import struct
-import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +23,14 @@ from torch.utils.data import DataLoader, Sampler
 from memd_client.base import plain
 from memd_client.base.plain import decode
 from memd_client.connection.shard import Shard, shard_spec
-from memd_client.errors import IntegrityError, InvalidArgument, MemdError, NotYet
+from memd_client.errors import IntegrityError, InvalidArgument
 from memd_client.parameters.tiles import is_in_memd
+from memd_client.random_states import (
+    is_random_state,
+    random_state,
+    refuse_other_generators,
+    set_random_state,
+)
 from memd_client.transaction.transaction import StagedBuffer
 from memd_native import RANKS_MAX
 from memd_proto.v1 import session_pb2, types_pb2
@@ -87,11 +91,6 @@ class Tracked:
             return list
         if not transaction.has_after_commit:
             self._refuse_averages()
-        if self._rng and transaction.job.unordered_leases.devices.exist:
-            raise NotYet(
-                f"job {transaction.job.name!r}: track(rng=True) with a model on a device, which "
-                "has a generator of its own, comes in a later version; track without rng"
-            )
         data = self.encode(
             number, transaction.optimizers, rank_count=transaction.job.ranks.world_size
         )
@@ -269,7 +268,7 @@ class Tracked:
         )
         _refuse_other_optimizers(data["optimizers"], optimizers, number=number)
         if data["rng"] is not None:
-            _refuse_other_generators(data["rng"])
+            refuse_other_generators(data["rng"])
 
     def _refuse_new(
         self, like: Any, optimizers: Sequence[UpdatedOptimizer], *, number: int, job: str
@@ -402,7 +401,7 @@ def checked(data: Any) -> Any:
         and type(data.get(_RANK_COUNT, 1)) is int
         and type(data["objects"]) is dict
         and all(type(name) is str for name in data["objects"])
-        and (data["rng"] is None or _is_random_state(data["rng"]))
+        and (data["rng"] is None or is_random_state(data["rng"]))
         and type(data["optimizers"]) is list
         and all(
             type(groups) is list
@@ -500,59 +499,3 @@ def _apply(group: dict[str, Any], settings: dict[str, Any]) -> None:
             present.copy_(value)
         else:
             group[key] = value
-
-
-def random_state() -> dict[str, Any]:
-    numpy = sys.modules.get("numpy")
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return {
-        "python": random.getstate(),
-        "numpy": numpy.random.get_state(legacy=False) if numpy is not None else None,
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if cuda else None,
-    }
-
-
-def _is_random_state(state: Any) -> bool:
-    return (
-        type(state) is dict
-        and state.keys() == {"python", "numpy", "torch", "cuda"}
-        and type(state["python"]) is tuple
-        and type(state["numpy"]) in (dict, type(None))
-        and type(state["torch"]) is torch.Tensor
-        and type(state["cuda"]) in (list, type(None))
-        and all(type(each) is torch.Tensor for each in state["cuda"] or ())
-    )
-
-
-def _refuse_other_generators(state: dict[str, Any]) -> None:
-    if state["numpy"] is not None and "numpy" not in sys.modules:
-        raise InvalidArgument("the commit holds numpy's random state; import numpy before resume()")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if state["cuda"] is not None and len(state["cuda"]) != count:
-        raise InvalidArgument(
-            f"the commit holds the random states of {len(state['cuda'])} CUDA devices; this "
-            f"process has {count}"
-        )
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    try:
-        random.setstate(state["python"])
-        if state["numpy"] is not None:
-            sys.modules["numpy"].random.set_state(state["numpy"])
-        torch.set_rng_state(state["torch"])
-        if state["cuda"] is not None:
-            torch.cuda.set_rng_state_all(state["cuda"])
-    except (
-        AttributeError,
-        LookupError,
-        TypeError,
-        ArithmeticError,
-        ValueError,
-        RuntimeError,
-    ) as error:
-        raise MemdError(
-            f"the random states cannot be restored by this version of Python, numpy or torch: "
-            f"{error}"
-        ) from error

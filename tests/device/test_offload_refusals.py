@@ -129,15 +129,6 @@ def stepping_in_backward(model: nn.Module, session: Session) -> None:
     memd_client.AdamW(model.parameters(), step_in_backward=True)
 
 
-def tracked_generators(model: nn.Module, session: Session) -> None:
-    session.track(rng=True)
-    session.resume()
-    optimizer = memd_client.AdamW(model.parameters())
-    model(batch(0).to("sim")).backward()
-    optimizer.step()
-    session.commit()
-
-
 def compiled(model: nn.Module, session: Session) -> None:
     del session
     torch.compile(model, backend="eager")(batch(0).to("sim"))
@@ -153,7 +144,6 @@ def transformed(model: nn.Module, session: Session) -> None:
     [
         (transformed, r"transforms of torch\.func over parameters on sim:0"),
         (stepping_in_backward, "step_in_backward=True with parameters on a device"),
-        (tracked_generators, r"track\(rng=True\) with a model on a device"),
         (compiled, "torch.compile over parameters on a device"),
     ],
 )

@@ -101,7 +101,17 @@ CLIENT_FOLDERS = (*CLIENT_PACKAGES, "integrations")
 CLIENT_LAYERS = (
     "errors",
     *(f"{package}.{name}" for package, names in CLIENT_PACKAGES.items() for name in names),
-    *("tracked", "session", "tile_linears", "offload", "init", "optimizer", "gather", "connect"),
+    *(
+        "random_states",
+        "tracked",
+        "session",
+        "tile_linears",
+        "offload",
+        "init",
+        "optimizer",
+        "gather",
+        "connect",
+    ),
     "reduce_hook",
     *("deepspeed", "load_safetensors", "save_safetensors", "optimizer_safetensors"),
     *("checkpoint", "__init__"),

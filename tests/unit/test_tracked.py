@@ -37,6 +37,7 @@ DAMAGES: dict[str, Damage] = {
     "a state of numpy that is none": lambda data: data["rng"].update(numpy=b"x"),
     "a state of torch that is none": lambda data: data["rng"].update(torch=None),
     "a state of CUDA that is none": lambda data: data["rng"].update(cuda=[None]),
+    "other devices' states that are none": lambda data: data["rng"].update(others={"xpu": [None]}),
     "parameters that are no text": lambda data: data["optimizers"][0][0].update(parameters=4),
     "parameters without a number": lambda data: data["optimizers"][0][0].update(parameters="x y"),
     "parameters among settings": lambda data: data["optimizers"][0][0]["settings"].update(

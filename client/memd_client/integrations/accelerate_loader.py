@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.data_loader import SeedableRandomSampler, get_sampler, skip_first_batches
 
 from memd_client.errors import InvalidArgument
-from memd_client.tracked import random_state, set_random_state
+from memd_client.random_states import random_state, set_random_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -42,7 +42,7 @@ from memd_client.integrations.refusals import (
     refuse_processes,
     refuse_scaler,
 )
-from memd_client.tracked import random_state, set_random_state
+from memd_client.random_states import random_state, set_random_state
 
 if TYPE_CHECKING:
     import os

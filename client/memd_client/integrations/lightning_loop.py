@@ -12,7 +12,7 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer import call
 
 from memd_client.errors import InvalidArgument
-from memd_client.tracked import random_state, set_random_state
+from memd_client.random_states import random_state, set_random_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

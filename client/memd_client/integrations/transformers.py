@@ -24,8 +24,8 @@ from memd_client.errors import InvalidArgument
 from memd_client.integrations.adam_states import refuse_other_states
 from memd_client.integrations.refusals import refuse_processes, refuse_scaler
 from memd_client.optimizer import AdamW
+from memd_client.random_states import random_state, set_random_state
 from memd_client.save_safetensors import save_safetensors
-from memd_client.tracked import random_state, set_random_state
 
 try:
     from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
