@@ -21,7 +21,7 @@ from tests.device.offloaded import LOOPS, RATE, STEPS, batch, reference
 from tests.device.offloaded_models import build
 from tests.device.registered_arena import registered_arena
 from tests.device.simulation import SIM
-from tests.faults.restarts import restarts
+from tests.faults.restarts import Restarts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,13 +29,20 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from memd_client import Session
-    from tests.faults.restarts import Restarts
-
-__all__ = ["restarts"]
+    from tests.daemons import Daemons
 
 SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.more) for seed in range(1, 10)))
 RESTARTED_STEP = 2
 MODEL = "gpt"
+
+
+@pytest.fixture(scope="module")
+def restarts(daemons: Daemons) -> Iterator[Restarts]:
+    """At one place for all tests, as each has a volume."""
+    made = Restarts(daemons, "restarted", daemons.start(name="restarted"))
+    yield made
+    made.settle()
+    made.daemon.stop()
 
 
 @contextmanager
@@ -125,14 +132,13 @@ def train(disturbed: Disturbed, moment: str) -> list[Tensor]:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("moment", ["forward", "backward", "between", "step"])
 def test_training_goes_on_with_the_same_bits_and_nothing_is_left(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, moment: str, seed: int
+    restarts: Restarts, monkeypatch: pytest.MonkeyPatch, moment: str, seed: int
 ) -> None:
-    daemons: Restarts = request.getfixturevalue("restarts")
     expected = reference(MODEL, LOOPS[0], "sim")
     SIM.seed(seed)
     before_bytes = torch.accelerator.memory_allocated()
-    with connected(daemons, monkeypatch) as session:
-        disturbed = Disturbed(memd_client.offload(build(MODEL), session, device="sim"), daemons)
+    with connected(restarts, monkeypatch) as session:
+        disturbed = Disturbed(memd_client.offload(build(MODEL), session, device="sim"), restarts)
         found = train(disturbed, moment)
         assert are_equal(found, expected)
         come, left = disturbed.held_counts
@@ -140,6 +146,6 @@ def test_training_goes_on_with_the_same_bits_and_nothing_is_left(
         assert left or moment == "forward"
         assert session.statistics().leases_held == 0
         del disturbed
-    daemons.settle()
+    restarts.settle()
     gc.collect()
     assert torch.accelerator.memory_allocated() == before_bytes
