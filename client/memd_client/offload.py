@@ -110,8 +110,9 @@ def offload(
         device_bytes: as much memory of the device as parameters take there, in bytes or with a
             unit; None: at first the least, the largest module with those around it and 25 % more.
             It grows after rounds that have needed no more memory than those before, up to three
-            quarters of what they have left. After a torch.OutOfMemoryError it is the least until
-            such rounds: call `zero_grad()` and run the batch again.
+            quarters of what they have left, and to 95 % after 64 such rounds. After a
+            torch.OutOfMemoryError it is the least until such rounds: call `zero_grad()` and run the
+            batch again.
         activations: where what autograd saves in a forward of `module` lives until backward needs
             it: "nvme", or "host": the job's host memory alone. Tensors of 64 KiB and more leave
             this process, or `device`; they count against the job's quotas, and no commit has

@@ -243,10 +243,15 @@ def test_what_nobody_has_chosen_leaves_a_part_of_what_others_have_not_needed(
         assert trained.is_as_without_memd()
 
 
-def test_a_quarter_of_what_others_have_not_needed_stays_free(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("rounds", "most_bytes"),
+    [(budget._CALM_ROUNDS - 1, 600_000), (3 * budget._CALM_ROUNDS, 760_000)],
+)
+def test_a_part_of_what_others_have_not_needed_stays_free(
+    monkeypatch: pytest.MonkeyPatch, rounds: int, most_bytes: int
 ) -> None:
-    """By torch's statistics of a device on which nobody else changes anything."""
+    """A quarter of 800 kB, and a twentieth once others have needed no more for long. By torch's
+    statistics of a device on which nobody else changes anything."""
     total_bytes, others_bytes = 1_000_000, 200_000
     size_bytes = LEAST_BYTES
     monkeypatch.setattr(
@@ -262,12 +267,37 @@ def test_a_quarter_of_what_others_have_not_needed_stays_free(
     found = budget.DeviceBudget(
         torch.device("sim", 0), least_bytes=LEAST_BYTES, most_bytes=total_bytes, chosen_bytes=None
     )
-    for _ in range(20 * budget._STEADY_ROUNDS):
+    for _ in range(rounds):
         found.note_use()
         found.note_step(held_bytes=size_bytes, kept_bytes=0)
         size_bytes = found.size_bytes
     # It grows no more for an eighth of itself, and is rounded up to 512 bytes.
-    assert 530_000 < size_bytes < 600_000 + 512
+    assert most_bytes * 8 // 9 <= size_bytes < most_bytes + 512
+
+
+def test_a_batch_that_needs_more_begins_the_long_wait_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    total_bytes, others_bytes = 1_000_000, 100_000
+    size_bytes = LEAST_BYTES
+    monkeypatch.setattr(
+        torch.accelerator,
+        "memory_stats",
+        lambda _: {"reserved_bytes.all.current": others_bytes + size_bytes},
+    )
+    monkeypatch.setattr(
+        torch.accelerator,
+        "get_memory_info",
+        lambda _: (total_bytes - others_bytes - size_bytes, total_bytes),
+    )
+    found = budget.DeviceBudget(
+        torch.device("sim", 0), least_bytes=LEAST_BYTES, most_bytes=total_bytes, chosen_bytes=None
+    )
+    for number in range(2 * budget._CALM_ROUNDS - 10):
+        if number == budget._CALM_ROUNDS - 5:
+            others_bytes = 200_000
+        found.note_use()
+        found.note_step(held_bytes=size_bytes, kept_bytes=0)
+        size_bytes = found.size_bytes
+    assert size_bytes < 675_000 + 512  # three quarters of what the first batches have left
 
 
 def test_a_smaller_range_lies_in_no_part_of_the_larger_one(

@@ -13,6 +13,10 @@ from memd_client.device.space import aligned
 _STEADY_ROUNDS = 8
 # A size that the program has chosen comes back earlier.
 _STEADY_ROUNDS_CHOSEN = 1
+# Copies get all but a twentieth of what rounds leave once so many have needed no more memory than
+# those before them, and all but a quarter until then: of n batches in any order, the last is the
+# longest with a chance of one in n.
+_CALM_ROUNDS = 64
 # The most steady rounds, however often memory has run out.
 _STEADY_ROUNDS_MAX = 1 << 10
 
@@ -39,8 +43,9 @@ class DeviceBudget:
     """The size of the range that copies have. The leases' lock serialises.
 
     It is what the program has chosen, and otherwise grows from the least in steps, each after some
-    steady rounds, and leaves a quarter of what others have not needed. When memory runs out it is
-    the least and grows again, each time after twice as many steady rounds.
+    steady rounds, and leaves a quarter of what others have not needed, or a twentieth once they
+    have needed no more for long. When memory runs out it is the least and grows again, each time
+    after twice as many steady rounds.
 
     Others need what torch has reserved beside the copies when a step is made. Within a
     round that only rises, unless torch gives memory back to the driver: then the round tells
@@ -65,7 +70,8 @@ class DeviceBudget:
         self._wanted_bytes = most_bytes if chosen_bytes is None else min(chosen_bytes, most_bytes)
         self._size_bytes = least_bytes if chosen_bytes is None else self._wanted_bytes
         self._rounds_needed = _STEADY_ROUNDS if chosen_bytes is None else _STEADY_ROUNDS_CHOSEN
-        self._steady_rounds = 0
+        self._steady_rounds = 0  # since it has grown
+        self._calm_rounds = 0  # since others have needed more than before
         self._others_bytes = 0  # the most that was reserved beside the copies
         # The count when this round began; None between rounds.
         self._freed_count: int | None = None
@@ -107,6 +113,7 @@ class DeviceBudget:
         is_steady = reading.freed_count == freed_count and others_bytes <= self._others_bytes
         self._others_bytes = max(self._others_bytes, others_bytes)
         self._steady_rounds = self._steady_rounds + 1 if is_steady else 0
+        self._calm_rounds = self._calm_rounds + 1 if is_steady else 0
         if self._size_bytes < self._wanted_bytes and self._steady_rounds >= self._rounds_needed:
             self._steady_rounds = 0
             self._grow(reading, kept_bytes)
@@ -126,7 +133,8 @@ class DeviceBudget:
         if self._is_chosen and room_bytes >= self._wanted_bytes:
             self._size_bytes = self._wanted_bytes
             return
-        more_bytes = min(self._wanted_bytes, room_bytes // 4 * 3) - self._size_bytes
+        left_bytes = room_bytes // (4 if self._calm_rounds < _CALM_ROUNDS else 20)
+        more_bytes = min(self._wanted_bytes, room_bytes - left_bytes) - self._size_bytes
         if more_bytes < self._size_bytes // 8:  # all copies are made anew
             return
         if more_bytes > self._size_bytes // 2:
@@ -141,7 +149,7 @@ class DeviceBudget:
             if self._size_bytes > self._least_bytes:
                 self._wait_longer()
             self._size_bytes = self._least_bytes
-            self._steady_rounds = self._others_bytes = 0
+            self._steady_rounds = self._calm_rounds = self._others_bytes = 0
             self._is_after_refusal = True
         return reading
 
