@@ -185,12 +185,14 @@ def test_the_training_thread_waits_for_the_device_nowhere(
             [each for each in model.parameters() if each.requires_grad], lr=RATE
         )
         SIM.host_waits()
+        before = session.statistics().waited_for
         for step in range(STEPS):
             for _ in range(2):
                 model(batch(step).to("sim", non_blocking=True)).backward()
             optimizer.step()
             optimizer.zero_grad()
         assert SIM.host_waits() == {}
+        assert session.statistics().waited_for == before
 
 
 def test_a_step_that_fails_leaves_no_new_value_on_the_device(

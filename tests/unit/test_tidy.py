@@ -30,7 +30,7 @@ CLIENT_PACKAGES = {
     "base": (
         *("process", "interrupts", "freed_memory", "dynamo", "identity", "overlaps", "sizes"),
         *("dtypes", "file_reads", "mapped_files", "address", "credential", "plain", "statistics"),
-        *("stalls", "checksum", "tensor_bytes", "storage_uses", "kept_memory"),
+        *("stalls", "checksum", "tensor_bytes", "storage_uses", "kept_memory", "device_waits"),
     ),
     "connection": (
         *("shard", "launcher", "calls", "retry", "attach", "temporary_folders", "embedded"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
+from memd_client.base.device_waits import device_waits
 from memd_client.base.process import OwnProcess
 from memd_client.base.statistics import SessionStatistics, summed
 from memd_client.connection.retry import AtOnce
@@ -369,6 +370,7 @@ class Job:
             activation_bytes_max=self._store.scratch_uses.held_bytes_max,
             registered_bytes=registration.registered_bytes if registration else 0,
             registration_refusals=registration.refused_count if registration else 0,
+            waited_for=device_waits(),
             lease_wait_seconds=self._steps.lease_wait_seconds
             + (leases.lease_wait_seconds if leases else 0.0),
             lease_wait_reason_seconds=summed(leases.stall_phase_seconds) if leases else {},

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memd_client.base.device_waits import note_device_wait
 from memd_client.device.event_thread import EventThread
 from memd_client.errors import MemdError
 
@@ -85,6 +86,7 @@ class ActivationCopies:
         with self._lock:
             is_busy = shard_id in self._busy
         if is_busy:  # a lease waits no longer than a minute for them
+            note_device_wait("room")
             self._thread.wait_for_end()
         user = torch.accelerator.current_stream(self._device)
         copied = torch.Event(device=self._device, blocking=True)

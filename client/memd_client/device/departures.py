@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memd_client.base.device_waits import note_device_wait
 from memd_client.base.storage_uses import USES_OF_ONE, storage_uses
 from memd_client.device.deferred_step import DeferredStep
 from memd_client.device.event_thread import EventThread
@@ -63,6 +64,7 @@ class Departures:
         with self._lock:
             is_full = self._staged_bytes + part.nbytes > _STAGED_BYTES_MAX
         if is_full:
+            note_device_wait("room")
             self._thread.wait_for_end()
         staged = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
         # The lease is taken here: the thread could not take it once a step waits to be sent.
@@ -140,6 +142,7 @@ class Departures:
         with self._lock:
             is_leaving = shard.shard_id in self._leaving
         if is_leaving:
+            note_device_wait("gradient")
             self._thread.wait_for_end()
 
     def refuse_lost(self) -> None:
@@ -175,6 +178,10 @@ class Departures:
 
     def give_up(self) -> None:
         """See `DeviceTraffic`."""
+        with self._lock:
+            is_leaving = bool(self._leaving)
+        if is_leaving:
+            note_device_wait("gradient")
         self._thread.wait_for_end()
         self._thread.forget_error()
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memd_client.base.device_waits import note_device_wait
 from memd_client.base.sizes import format_size
 from memd_client.core.leases import MODE_OVERWRITE, MODE_READ, MODE_WRITE
 from memd_client.device.copies import Box, DeviceCopies, Wanted
@@ -138,6 +139,8 @@ class DeviceLeases:
 
     def write(self, shard: Shard, value: torch.Tensor) -> None:
         """Replaces the bytes of `shard`; waits for the device if `value` is there."""
+        if value.device == self._device:
+            note_device_wait("write")
         try:
             self._leases.write(shard, value)
         finally:
@@ -236,6 +239,7 @@ class DeviceLeases:
         before_bytes, wanted_bytes = self._copies.size_bytes, self._budget.size_bytes
         if before_bytes == wanted_bytes:
             return
+        note_device_wait("resize")
         try:
             self._copies.resize(wanted_bytes)
         finally:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from memd_client.base.device_waits import note_device_wait
+
 if TYPE_CHECKING:
     from memd_client.connection.shard import Shard
     from memd_client.core.parameter_leases import WatchedLeases
@@ -220,15 +222,22 @@ def _ended(value: torch.Tensor, kept: _Kept | None) -> WrittenView:
 
 
 def _digest(value: torch.Tensor) -> bytes:
+    _note_wait(value)
     data: Any = _bits(value).cpu().numpy()
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def is_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """NaN equals itself, and 0 is not -0."""
+    """NaN equals itself, and 0 is not -0. Waits for devices."""
+    _note_wait(one, other)
     if one.device != other.device:
         one, other = one.cpu(), other.cpu()
     return torch.equal(_bits(one), _bits(other))
+
+
+def _note_wait(*tensors: torch.Tensor) -> None:
+    if any(not tensor.is_cpu for tensor in tensors):
+        note_device_wait("comparison")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
