@@ -54,8 +54,8 @@ test:
 	@started=$$SECONDS; \
 	ctest --test-dir build/release --label-exclude more --output-on-failure --no-tests=error -j 2; \
 	ctest --test-dir build/faults --label-exclude more --output-on-failure --no-tests=error -j 2; \
-	$(IN_VENV) $(TWO_PYTESTS) -m "not more" $(PYTEST_ARGS); \
-	$(DEVICE_TESTS) -m "not more" $(PYTEST_ARGS) || (($$? == 5)); \
+	$(IN_VENV) $(TWO_PYTESTS) -m "not more and not soak" $(PYTEST_ARGS); \
+	$(DEVICE_TESTS) -m "not more and not soak" $(PYTEST_ARGS) || (($$? == 5)); \
 	echo "make test: $$((SECONDS - started)) s after set-up"
 
 # The whole soak, all cells of the conformance matrix and ThreadSanitizer take too long for CI: people run them before a
@@ -67,8 +67,8 @@ test-more: SANITIZED := catalogue_test check_test extent_test half_written_test 
 test-more: sanitize
 	ctest --test-dir build/release --label-regex more --output-on-failure --no-tests=error -j 2
 	ctest --test-dir build/faults --label-regex more --output-on-failure --no-tests=error -j 2
-	$(IN_VENV) $(TWO_PYTESTS) -m more
-	$(IN_VENV) $(TWO_PYTESTS) tests/device -m more
+	$(IN_VENV) $(TWO_PYTESTS) -m "more and not soak"
+	$(IN_VENV) $(TWO_PYTESTS) tests/device -m "more and not soak"
 	$(IN_VENV) python -m tests.numerics.conformance --ci
 	$(IN_VENV) python -m tests.soak.soak --percent 20 --only kill-daemon-fp32-step-short \
 	  kill-trainer-fp32-step-short kill-both-bf16-step-resident killed-clients power-cuts power-cuts-early \
@@ -94,8 +94,10 @@ peers:
 	done; \
 	$(IN_VENV) python tests/bench/compare_results.py || status=1; exit $$status
 
+# With arguments only the parts that they name.
 soak:
 	@$(SETUP) test
+	@[[ -n "$(ARGS)" ]] || { $(IN_VENV) $(TWO_PYTESTS) -m soak; $(IN_VENV) $(TWO_PYTESTS) tests/device -m soak; }
 	$(IN_VENV) python -m tests.soak.soak $(ARGS)
 
 mutants:
@@ -112,7 +114,7 @@ sanitize:
 	  if [[ -z "$(SANITIZED)" ]]; then \
 	    ctest --test-dir build/$$sanitizer --output-on-failure --no-tests=error -j 2; \
 	  else \
-	    for program in $(SANITIZED); do build/$$sanitizer/$$program --gtest_brief=1; done; \
+	    printf '%s\n' $(SANITIZED) | xargs -P 2 -I{} build/$$sanitizer/{} --gtest_brief=1; \
 	  fi; \
 	done
 

@@ -257,7 +257,7 @@ class Workshop:
 
     def run_tests(self, python: Path, files: Sequence[str]) -> str:
         """pytest's last line."""
-        options = ("-q", "-m", "not more", "-p", "no:cacheprovider")
+        options = ("-q", "-m", "not more and not soak", "-p", "no:cacheprovider")
         # Tests look for programs of their own environment.
         path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
         done = self._run(

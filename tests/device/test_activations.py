@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memd_client import Session
     from tests.daemons import Daemon
 
-SEEDS = (1, pytest.param(10, marks=pytest.mark.more))
+SEEDS = (1, pytest.param(10, marks=pytest.mark.soak))
 WINDOWS = (0, 4096, 1 << 20)  # nothing is kept on the device, a part, and everything
 LOOPS = tuple(Loop(tier, activations=tier) for tier in ("host", "nvme"))
 

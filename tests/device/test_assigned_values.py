@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     # Does something to a model before or after backward; returns what the program sees then.
     Change = Callable[[nn.Module], list[Tensor]]
 
-SEEDS = (1, pytest.param(10, marks=pytest.mark.more))
+SEEDS = (1, pytest.param(10, marks=pytest.mark.soak))
 STEPS = 3
 # Room for all of a gathered model.
 _DEVICE_BYTES = 1 << 20

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from memd_client.device.device_range import DeviceRange
     from tests.daemons import Daemon
 
-SEEDS = (2, pytest.param(10, marks=pytest.mark.more))
+SEEDS = (2, pytest.param(10, marks=pytest.mark.soak))
 # All of them beside what a step needs besides, which is less than 250 kB.
 _ROOMY_BYTES = 2_000_000
 # The largest layer and 25 %.

@@ -19,7 +19,7 @@ from tests.device.trained import BUDGETS, connected, trained
 if TYPE_CHECKING:
     from tests.daemons import Daemon
 
-SEEDS = (1, pytest.param(10, marks=pytest.mark.more))
+SEEDS = (1, pytest.param(10, marks=pytest.mark.soak))
 
 # Every pair of a model and a loop.
 CELLS = [

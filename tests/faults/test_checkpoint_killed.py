@@ -29,7 +29,7 @@ LOADS = [
     ("load", 40),
     ("state", 25),
     *(
-        pytest.param(what, stride, marks=pytest.mark.more)
+        pytest.param(what, stride, marks=pytest.mark.soak)
         for what, stride in (("load", 4), ("state", 4), ("dcp-load", 6))
     ),
 ]
@@ -64,7 +64,7 @@ def test_a_killed_load_leaves_the_old_state_or_the_new_one(
 
 
 # Six moments in a row lie between the first shard's name and the last one's.
-@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.more)])
+@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_killed_save_leaves_the_old_files_or_the_new_ones_or_no_index(
     daemon: Daemon, tmp_path: Path, stride: int
 ) -> None:
@@ -76,7 +76,7 @@ def test_a_killed_save_leaves_the_old_files_or_the_new_ones_or_no_index(
         assert seen["old"] + seen["new"] + seen["absent"] >= 10
 
 
-@pytest.mark.parametrize("stride", [40, pytest.param(5, marks=pytest.mark.more)])
+@pytest.mark.parametrize("stride", [40, pytest.param(5, marks=pytest.mark.soak)])
 def test_a_killed_distributed_save_leaves_the_earlier_checkpoint_or_the_new_one(
     daemon: Daemon, tmp_path: Path, stride: int
 ) -> None:
@@ -100,7 +100,17 @@ def test_a_killed_save_of_a_library_leaves_the_earlier_checkpoint_or_the_new_one
 
 @pytest.mark.more
 @pytest.mark.parametrize("killed", ["trainer", "daemon"])
-@pytest.mark.parametrize("what", ["save", "dcp-save", "async-save", "load", "dcp-load", "state"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "dcp-save",
+        "load",
+        *(
+            pytest.param(what, marks=pytest.mark.soak)
+            for what in ("save", "async-save", "dcp-load", "state")
+        ),
+    ],
+)
 def test_ten_kills_at_random_moments_leave_all_of_it_or_nothing(
     tmp_path: Path, what: str, killed: str
 ) -> None:

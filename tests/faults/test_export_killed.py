@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(300)
 
 KILLS = [
     ("safetensors", 3),
-    *(pytest.param(name, 10, marks=pytest.mark.more) for name in ("safetensors", "dcp")),
+    *(pytest.param(name, 10, marks=pytest.mark.soak) for name in ("safetensors", "dcp")),
 ]
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     ("count", "tracks"),
     [
         (10, True),
-        pytest.param(100, False, marks=pytest.mark.more),
-        pytest.param(100, True, marks=pytest.mark.more),
+        pytest.param(100, False, marks=pytest.mark.soak),
+        pytest.param(100, True, marks=pytest.mark.soak),
     ],
 )
 def test_a_loop_that_was_interrupted_goes_on_with_the_same_bits(

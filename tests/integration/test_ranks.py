@@ -67,7 +67,7 @@ def test_losses_norms_and_values_have_the_bits_of_the_rule(
 
 
 @pytest.mark.parametrize(
-    "world_size", [2, pytest.param(4, marks=pytest.mark.more)], ids=lambda size: f"{size} ranks"
+    "world_size", [2, pytest.param(4, marks=pytest.mark.soak)], ids=lambda size: f"{size} ranks"
 )
 def test_accumulated_gradients_have_the_bits_of_the_rule(
     daemon: Daemon, tmp_path: Path, world_size: int
@@ -79,7 +79,7 @@ def test_accumulated_gradients_have_the_bits_of_the_rule(
 
 
 @pytest.mark.parametrize(
-    "world_size", [2, pytest.param(4, marks=pytest.mark.more)], ids=lambda size: f"{size} ranks"
+    "world_size", [2, pytest.param(4, marks=pytest.mark.soak)], ids=lambda size: f"{size} ranks"
 )
 def test_gradients_that_the_program_changes_on_all_ranks_have_the_bits_of_the_rule(
     daemon: Daemon, tmp_path: Path, world_size: int
@@ -102,7 +102,9 @@ def test_models_that_stay_with_their_ranks_have_the_bits_of_torch_with_one_state
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("world_size", [2, 4], ids=lambda size: f"{size} ranks")
+@pytest.mark.parametrize(
+    "world_size", [2, pytest.param(4, marks=pytest.mark.soak)], ids=lambda size: f"{size} ranks"
+)
 def test_gradients_that_the_communication_hook_sums_in_memd_have_the_bits_of_the_rule(
     daemon: Daemon, tmp_path: Path, world_size: int
 ) -> None:
@@ -131,7 +133,9 @@ def test_ranks_whose_own_models_differ_are_told_and_can_go_on(
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("world_size", [2, 4], ids=lambda size: f"{size} ranks")
+@pytest.mark.parametrize(
+    "world_size", [2, pytest.param(4, marks=pytest.mark.soak)], ids=lambda size: f"{size} ranks"
+)
 def test_models_that_ranks_build_in_memd_begin_with_the_first_ones_values(
     daemon: Daemon, tmp_path: Path, world_size: int
 ) -> None:
@@ -155,7 +159,9 @@ def test_a_rank_that_builds_something_else_is_named_to_all_and_they_can_build_ag
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("world_size", [2, 4], ids=lambda size: f"{size} ranks")
+@pytest.mark.parametrize(
+    "world_size", [2, pytest.param(4, marks=pytest.mark.soak)], ids=lambda size: f"{size} ranks"
+)
 def test_a_scaler_skips_on_all_ranks_what_one_has_found_infinite_and_has_the_bits_of_torch(
     daemon: Daemon, tmp_path: Path, world_size: int
 ) -> None:
