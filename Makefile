@@ -16,7 +16,7 @@
 # make wheels      wheels for Linux on x86_64 and aarch64 in dist/   PYTHONS="python3.11 python3.13"
 # make try-wheels  installs them where no compiler and no network is, and trains there (root; an hour)   ARGS="bookworm"
 # make deb         dist/memd_*.deb: the daemon for this Debian, with systemd units, man pages and completion
-# make try-deb     installs it under a real systemd, restarts, upgrades and purges it under a trainer (root; half an hour)
+# make try-deb     installs that of the release before under a real systemd, restarts, upgrades to it and purges it, under a trainer (root; half an hour)
 # make try-containers  builds the images of deploy/container with buildah, and trains in them with podman (root)   ARGS="--kills 3"
 # make operator    what an operator does, from an empty root without compiler to a dropped job: wheel, service, Prometheus, a fence, an upgrade (root)   ARGS=--quick
 # make clean       what a build leaves behind; `make distclean` .venv too

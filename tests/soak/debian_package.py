@@ -1,9 +1,10 @@
 """Installs the Debian package under a real systemd, without network, and trains through it all.
 
-A root of debootstrap is booted by systemd-nspawn. The package is installed; a trainer of another
-user runs while the service is restarted, killed, and upgraded to a package of a higher revision;
-its losses and its state at the end have the bits of the same training in memory. Then the package
-is removed and purged, and every path that is left is named.
+A root of debootstrap is booted by systemd-nspawn. The package of the release before is installed,
+which that commit's own scripts built; a trainer of another user, with that release's client, runs
+while the service is restarted, killed, upgraded to today's package, and killed once more; its
+losses and its state at the end have the bits of the same training in memory. Then the package is
+removed and purged, and every path that is left is named.
 
 Run as root: python -m tests.soak.debian_package [--json FILE]. `make try-deb` does so.
 """
@@ -13,16 +14,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tests.compat.built_release import package_of, wheel_of
+from tests.compat.releases import newest_that_builds
 from tests.soak.booted_root import CLEAN, BootedRoot, Failure, booted, run, wait
 from tests.soak.packaged_trainer import Trainer, copy_programs, user_who_trains
+
+if TYPE_CHECKING:
+    from tests.compat.releases import Release
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "debian" / "trial"
@@ -46,6 +52,7 @@ OWN_BUSINESS = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
+    before: str
     package: str
     package_bytes: int
     installed_kib: int
@@ -71,23 +78,10 @@ class Outcome:
 
 
 def build_package() -> Path:
-    run(ROOT / "deploy" / "debian" / "build.sh", env={"REVISION": "1"})
-    (package,) = (ROOT / "dist").glob("memd_*-1_*.deb")
+    """Today's; the release before may have the same version, so this is revision 2 of it."""
+    run(ROOT / "deploy" / "debian" / "build.sh", env={"REVISION": "2"})
+    (package,) = (ROOT / "dist").glob("memd_*-2_*.deb")
     return package
-
-
-def raised(package: Path) -> Path:
-    """The same files as the next revision: whatever differs after the upgrade, the upgrade did."""
-    tree = FOLDER / "raised"
-    shutil.rmtree(tree, ignore_errors=True)
-    run("dpkg-deb", "--raw-extract", package, tree)
-    control = tree / "DEBIAN" / "control"
-    text = re.sub(r"(?m)^(Version: .*)-1$", r"\1-2", control.read_text())
-    control.write_text(text)
-    higher = FOLDER / package.name.replace("-1_", "-2_")
-    run("dpkg-deb", "--root-owner-group", "-Zgzip", "-z1", "--build", tree, higher)
-    shutil.rmtree(tree)
-    return higher
 
 
 def suite() -> str:
@@ -104,7 +98,7 @@ def in_root(root: Path, *command: str) -> None:
 
 
 def make_base() -> Path:
-    """A root with systemd, Python and an environment that trains; made once."""
+    """A root with systemd and Python; made once."""
     base = FOLDER / "base"
     if (base / "made").exists():
         return base
@@ -113,26 +107,36 @@ def make_base() -> Path:
     say(f"debootstrap of {suite()}")
     include = f"--include={','.join(SYSTEM)}"
     run("debootstrap", "--variant=minbase", include, suite(), base)
+    (base / "made").touch()
+    return base
+
+
+def make_environment(base: Path, release: Release) -> None:
+    """What trains, with the release's client; made once for each."""
+    made = base / "srv" / "trains"
+    if made.exists() and made.read_text() == release.commit:
+        return
+    shutil.rmtree(base / "srv" / "train", ignore_errors=True)
     house = base / "srv" / "wheelhouse"
+    shutil.rmtree(house, ignore_errors=True)
     torch = os.environ.get("TORCH") or run(PYTHON, ROOT / "deploy" / "setup" / "choose_torch.py")
-    (wheel,) = (ROOT / "dist").glob(f"memd-*-cp311-cp311-*_{platform.machine()}.whl")
     say(f"downloading what trains: {torch.strip()}")
     pip = (PYTHON, "-m", "pip", "--disable-pip-version-check")
     options = ("--quiet", "--only-binary", ":all:", "--dest", house)
     index = os.environ.get("TORCH_INDEX")
     extra = ("--extra-index-url", index) if index else ()
-    run(*pip, "download", *options, *extra, f"{wheel}[demo]", torch.strip())
+    run(*pip, "download", *options, *extra, f"{wheel_of(release)}[demo]", torch.strip())
     in_root(base, "python3", "-m", "venv", "/srv/train")
     inner = ("/srv/train/bin/pip", "install", "--quiet", "--no-index", "--find-links")
     in_root(base, *inner, "/srv/wheelhouse", "memd[demo]", torch.strip())
     shutil.rmtree(house)
-    (base / "made").touch()
-    return base
+    made.write_text(release.commit)
 
 
-def make_root(packages: tuple[Path, Path]) -> Path:
-    """A copy of it, without what lies in /srv, which is mounted there."""
+def make_root(release: Release, packages: tuple[Path, Path]) -> Path:
+    """A copy of the base, without what lies in /srv, which is mounted there."""
     base, root = make_base(), FOLDER / "root"
+    make_environment(base, release)
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
     copied = [path for path in base.iterdir() if path.name not in ("srv", "made")]
@@ -220,8 +224,7 @@ def check_commands(system: BootedRoot) -> None:
     completion = ". /usr/share/bash-completion/completions/memd; complete -p memd"
     system.do("bash", "-c", completion)
     system.do("ls", "/usr/share/doc/memd/README.md", "/etc/memd/memd.toml")
-    if changed := system.do("dpkg", "--verify", "memd"):
-        raise Failure(f"dpkg finds other files than it installed:\n{changed}")
+    check_files(system)
     # The next daemon reads it, and a purge deletes it.
     system.do("mkdir", "/etc/memd/conf.d")
     system.do("bash", "-c", f"echo '{FRAGMENT_TEXT}' >{FRAGMENT}")
@@ -231,6 +234,15 @@ def check_commands(system: BootedRoot) -> None:
     system.do("useradd", "bob")
     if not system.fails("runuser", "-u", "bob", "--", "memd", "status"):
         raise Failure("a user outside the group memd is answered")
+
+
+def check_files(system: BootedRoot) -> None:
+    if changed := system.do("dpkg", "--verify", "memd"):
+        raise Failure(f"dpkg finds other files than it installed:\n{changed}")
+
+
+def kill(system: BootedRoot) -> None:
+    system.do("systemctl", "kill", "--signal=KILL", "--kill-whom=main", "memd")
 
 
 def check_removed(system: BootedRoot) -> None:
@@ -258,12 +270,14 @@ def purge(system: BootedRoot, before: set[str]) -> list[str]:
 
 
 def trial(log: Path) -> Outcome:
+    release = newest_that_builds("package")
     package = build_package()
-    packages = (package, raised(package))
-    root = make_root(packages)
+    before = package_of(release)
+    say(f"{before.name} of {release.commit[:12]}, {release.name}; then {package.name} of today")
+    root = make_root(release, (before, package))
     with booted(root, log, srv=FOLDER / "base" / "srv") as system:
-        before = paths_of(system)
-        took = install(system, packages[0])
+        paths = paths_of(system)
+        took = install(system, before)
         check_commands(system)
         service = Service(system)
         service.check("installed")
@@ -272,24 +286,28 @@ def trial(log: Path) -> Outcome:
         trainer.start()
         trainer.wait_for_steps()
         say(system.do("memd", "job", "list").strip())
-        for what, command in (
-            ("restart", ("systemctl", "restart", "memd")),
-            ("kill -9", ("systemctl", "kill", "--signal=KILL", "--kill-whom=main", "memd")),
-        ):
-            system.do(*command)
-            trainer.wait_for_steps()
-            service.check(what)
-        install(system, packages[1])
+        system.do("systemctl", "restart", "memd")
+        trainer.wait_for_steps()
+        service.check("restart")
+        kill(system)
+        trainer.wait_for_steps()
+        service.check("kill -9")
+        install(system, package)
         trainer.wait_for_steps()
         service.check("upgrade")
+        check_files(system)
+        kill(system)
+        trainer.wait_for_steps()
+        service.check("kill -9 of today's")
         if service.socket() != socket:
             raise Failure(f"the attach socket was {socket} and is {service.socket()}")
         compared = trainer.finish()
         say(f"training: {compared}")
         service.check_takeovers()
         check_removed(system)
-        left = purge(system, before)
+        left = purge(system, paths)
     return Outcome(
+        before=f"{before.name} of {release.commit}",
         package=package.name,
         package_bytes=package.stat().st_size,
         installed_kib=int(run("dpkg-deb", "--field", package, "Installed-Size")),
@@ -313,7 +331,10 @@ def main() -> int:
         sys.exit(f"install these packages: apt-get install {' '.join(missing)}")
     log = FOLDER / "debian-package.log"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    outcome = trial(log)
+    try:
+        outcome = trial(log)
+    except Failure as failure:
+        sys.exit(f"FAILED: {failure}")
     text = json.dumps({**asdict(outcome), "differences": outcome.differences}, indent=2)
     say(text)
     say(f"all that was said: {log}")
