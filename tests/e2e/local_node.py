@@ -1,4 +1,5 @@
-"""This machine: copies of the installed packages in an environment of their own, no systemd."""
+"""This machine: copies of the installed packages in an environment of their own, no systemd. An
+upgrade is to the same packages under the next version: quick, and of no other release."""
 
 from __future__ import annotations
 

@@ -31,6 +31,11 @@ class Node(ABC):
         self._memd = memd
         self._socket = socket
 
+    @property
+    def readme(self) -> Path:
+        """Of what is installed first."""
+        return ROOT / "README.md"
+
     @abstractmethod
     def install(self) -> str:
         """Names for people what was installed."""

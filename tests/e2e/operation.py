@@ -63,7 +63,7 @@ def first_line(node: Node) -> str:
 
 
 def train_readme(node: Node) -> str:
-    script = first_script("README.md").replace('"embedded:", ', "")
+    script = first_script(node.readme).replace('"embedded:", ', "")
     place = node.trained
     program = ("env", f"MEMD_ADDRESS={node.address}", place.python, "-c", script)
     printed = [line.split() for line in node.system.do(*place.user, *program).splitlines()]
@@ -155,14 +155,14 @@ def local() -> Iterator[Node]:
 
 @contextmanager
 def in_booted_root() -> Iterator[Node]:
-    from tests.e2e.booted_node import FOLDER, SRV, BootedNode, build_wheels, make_root
+    from tests.e2e.booted_node import FOLDER, SRV, BootedNode, build_upgrade, make_root
 
     FOLDER.mkdir(parents=True, exist_ok=True)
-    wheels = build_wheels()
-    root = make_root(wheels)
+    upgrade = build_upgrade()
+    root = make_root(upgrade)
     try:
         with booted(root, FOLDER / "operator.log", srv=SRV) as system:
-            yield BootedNode(system, wheels)
+            yield BootedNode(system, upgrade)
     finally:
         shutil.rmtree(root)
 

@@ -2,9 +2,11 @@
 # An operator's day: memd is installed, started, used, watched, fenced, cured and upgraded under a
 # trainer whose losses stay equal, and the job is dropped. One line a step.
 #
-#   tests/e2e/operator.sh            wheels in a root of debootstrap, under a real systemd, without
-#                                    compiler and network (root)
-#   tests/e2e/operator.sh --quick    this checkout's packages, on this machine
+#   tests/e2e/operator.sh            in a root of debootstrap, under a real systemd, without compiler
+#                                    and network: the wheel of the release before, built of its commit
+#                                    (tests/compat/releases.toml), is upgraded to today's (root)
+#   tests/e2e/operator.sh --quick    this checkout's packages, on this machine; the upgrade changes
+#                                    their version, and nothing else
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/../.."
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120
 
 
-def first_script(document: str) -> str:
+def first_script(document: str | Path) -> str:
     text = (ROOT / document).read_text(encoding="utf-8")
     found = re.search(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert found
