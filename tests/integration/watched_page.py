@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import memd_client
-from tests.daemons import TIMEOUT_S, daemons
-from tests.integration.browser import browser
+from tests.daemons import daemons
+from tests.integration.browser import LIMIT_S, browser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +31,7 @@ WIDTH = 512
 JOBS = {"gpt-finetune": 8, "vision": 4}  # layers
 
 # Boxes are what the browser has laid out: one without an area is not seen.
-_SHOWN = """
-(() => {
+_SHOWN = """(() => {
   const isSeen = (each) => { const box = each.getBoundingClientRect();
     return box.width > 0 && box.height > 0; };
   const seen = (where, what) => [...where.querySelectorAll(what)].filter(isSeen);
@@ -46,8 +45,7 @@ _SHOWN = """
   return {text: document.body.innerText, jobs: cards('Jobs').map(card),
     volumes: cards('Volumes').map(card), bars: seen(document, '.bar rect').length,
     style: getComputedStyle(document.querySelector('.card')).borderTopStyle};
-})()
-"""
+})()"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +105,7 @@ def watch(daemon: Daemon, page: Browser, *, load_count: int) -> tuple[list[Look]
 
 
 def _train_until_it_loads(jobs: Sequence[Training], page: Browser) -> None:
-    loaded, end_s = page.load_count, time.monotonic() + TIMEOUT_S
+    loaded, end_s = page.load_count, time.monotonic() + LIMIT_S
     while page.load_count == loaded:
         for job in jobs:
             job.step()
