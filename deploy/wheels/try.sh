@@ -2,11 +2,15 @@
 # Installs the wheels of dist/ where there is Python of Debian, no compiler and no network, and uses
 # them there. As root: each place is a root that debootstrap makes, in namespaces of its own.
 #
-#   deploy/wheels/try.sh [bookworm] [trixie] [aarch64]      (default: all three)
+#   deploy/wheels/try.sh [PLACE…]      (default: all)
 #
-#   bookworm  Python 3.11: the demo, README's script, server and client in environments of their own
-#   trixie    Python 3.13: the daemon and its commands, a tensor in and out; without torch
-#   aarch64   as trixie, with bookworm's Python 3.11 for aarch64 under qemu-user
+#   bookworm          Python 3.11: the demo, README's script, server and client in environments of their own
+#   trixie            Python 3.13: the daemon and its commands, a tensor in and out; without torch
+#   bookworm-aarch64  as trixie, with Python 3.11 for aarch64 under qemu-user; and native tests
+#   trixie-aarch64    as trixie, for aarch64
+#
+# torch's wheel for aarch64 loads with CUDA's libraries alone (its libtorch_global_deps.so needs libcudart.so.13), so nothing
+# trains there.
 #
 # TORCH, TORCH_INDEX  as for deploy/setup/setup.sh
 # KEEP=1              leaves the roots where they are, below build/wheels/roots
@@ -19,7 +23,7 @@ readonly roots=$folder/roots programs=$folder/programs
 readonly aarch64_magic='\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00'
 readonly aarch64_mask='\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff'
 places=("$@")
-((${#places[@]})) || places=(bookworm trixie aarch64)
+((${#places[@]})) || places=(bookworm trixie bookworm-aarch64 trixie-aarch64)
 
 say() { printf '%s\n' "memd wheels: $*" >&2; }
 die() { say "$@"; exit 1; }
@@ -139,14 +143,15 @@ try_place() {
   emulator=""
   case $place in
     bookworm) what=training ;;
-    trixie) suite=trixie abi=cp312-abi3 ;;
-    aarch64)
-      architecture=arm64 machine=aarch64 threads=1 options=(--foreign)
-      ensure_program qemu-user-static
-      emulator=$programs/qemu-user-static/usr/bin/qemu-aarch64-static
-      ;;
-    *) die "no such place: $place (bookworm, trixie, aarch64)" ;;
+    bookworm-aarch64) ;;
+    trixie | trixie-aarch64) suite=trixie abi=cp312-abi3 ;;
+    *) die "no such place: $place (bookworm, trixie, bookworm-aarch64, trixie-aarch64)" ;;
   esac
+  if [[ $place == *-aarch64 ]]; then
+    architecture=arm64 machine=aarch64 threads=1 options=(--foreign)
+    ensure_program qemu-user-static
+    emulator=$programs/qemu-user-static/usr/bin/qemu-aarch64-static
+  fi
   wheel=$(wheel_of "$abi" "$machine")
   make_root "$root" "$suite" "$architecture" "${options[@]}"
   [[ -z $emulator ]] || unpack_packages "$root"
@@ -161,6 +166,10 @@ try_place() {
   cp deploy/wheels/try_inside.sh "$root/srv/"
   say "$place, without network:"
   enter "$root" offline bash /srv/try_inside.sh "$what" "$threads"
+  if [[ $place == bookworm-aarch64 ]]; then
+    say "native tests for aarch64:"
+    EMULATOR="$emulator -L $root" deploy/wheels/test_native.sh aarch64
+  fi
   [[ -n ${KEEP:-} ]] || rm -rf "$root" "$root.log"
 }
 

@@ -62,7 +62,9 @@ stop_daemon() {
 
 check_io() {
   local line
-  line=$(server/bin/memd status --socket "$sockets/memd.sock" | head -n 1)
+  # The first line, without a pipe that closes on a command that has more to say.
+  line=$(server/bin/memd status --socket "$sockets/memd.sock")
+  line=${line%%$'\n'*}
   [[ $threads == 0 || $line == *"I/O by threads"* ]] || die "I/O is not by threads: $line"
   [[ $threads == 1 || $line == *"I/O by io_uring"* ]] || die "I/O is not by io_uring: $line"
 }
