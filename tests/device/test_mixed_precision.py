@@ -19,7 +19,11 @@ from tests.device.trained import BUDGETS, connected, trained
 if TYPE_CHECKING:
     from tests.daemons import Daemon
 
-SEEDS = (1, pytest.param(10, marks=pytest.mark.soak))
+# The cover has mixed precision in `make test`.
+SEEDS = (
+    pytest.param(1, marks=pytest.mark.more),
+    pytest.param(10, marks=pytest.mark.soak),
+)
 
 # Every pair of a model and a loop.
 CELLS = [

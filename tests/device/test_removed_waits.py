@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 
     Scenario = Callable[[Daemon, pytest.MonkeyPatch], None]
 
-SEEDS = (2, pytest.param(10, marks=pytest.mark.soak))
+SEEDS = (
+    pytest.param(2, marks=pytest.mark.more),
+    pytest.param(10, marks=pytest.mark.soak),
+)
 _CALLS = ("wait_event", "wait_stream", "record", "record_stream", "synchronize")
 _DEVICE_BYTES = 48 << 10
 _SAVED_BYTES = 1 << 16

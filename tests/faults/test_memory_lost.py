@@ -121,6 +121,7 @@ def test_a_job_whose_memory_is_not_used_is_named(restarts: Restarts) -> None:
         session.close()
 
 
+@pytest.mark.more
 def test_a_holder_that_takes_nothing_is_told_of_once(restarts: Restarts) -> None:
     daemon = restarts.daemon
     process_id = restarts.holder_process_id()

@@ -97,6 +97,7 @@ def test_a_lost_shard_and_the_scrub_that_found_it_are_told(daemons: Daemons) -> 
     assert daemon.stop() == 0
 
 
+@pytest.mark.more
 def test_an_unreadable_shard_is_told_and_that_it_can_be_read_again(daemons: Daemons) -> None:
     with stored_blobs(daemons, "whole", "failing", name="unreadable-log") as job:
         log = job.daemon.log

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     Found = Callable[[str], list[dict[str, Any]]]
 
 MODULE = "tests.integration.rank_fsdp"
+pytestmark = pytest.mark.more
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,6 @@ def test_losses_norms_and_values_have_the_bits_of_torch(found: Found) -> None:
         assert each == {name: [] for name in CELLS}
 
 
-@pytest.mark.more
 def test_four_ranks_have_the_bits_of_torch_too(tmp_path: Path) -> None:
     with running_daemon(host="384MiB", nvme="768MiB") as daemon:
         for each in run(daemon, tmp_path, "bits", world_size=4, programs=MODULE):
@@ -123,7 +123,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         return run(daemon, folder, "killed", world_size=3, programs=MODULE)
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("place", DYING)
 def test_a_killed_rank_is_named_to_all_and_the_job_goes_on_with_the_same_bits(
     tmp_path: Path, undisturbed: list[Any], place: str

@@ -882,6 +882,7 @@ def test_names_of_loads_are_memd_s_own(daemon: Daemon) -> None:
             session.snapshot("load/0")
 
 
+@pytest.mark.more
 def test_nobody_connects_while_a_session_loads(
     daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

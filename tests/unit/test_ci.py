@@ -103,6 +103,7 @@ def test_the_command_of_the_readme_is_what_is_run() -> None:
     assert "for target in test lint test-more; do" in (ROOT / ".ci" / "run").read_text()
 
 
+@pytest.mark.more
 def test_the_device_tests_are_asked_for_alone() -> None:
     """They are left out of every other run, so both targets have one for them."""
     mixed = ("tests/device/test_clock.py", "tests/unit/test_ci.py")
