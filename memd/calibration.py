@@ -367,7 +367,7 @@ class _Drive:
 
     def check_that_it_was_ours(self) -> None:
         """Rates that were measured beside others' would be kept for as long as the volume is.
-        Where nothing counts others' I/O, only a caller who knows that there is none comes here."""
+        A caller comes here without a count of others' I/O only if it knows that there is none."""
         all_bytes = drive_bytes(self._folder)
         if all_bytes is None or self._all_bytes_before is None:
             return

@@ -64,7 +64,7 @@ def _wheels_in(dist: Path) -> list[Path]:
 
 
 def package_of(release: Release) -> Path:
-    """Of revision 1, for this machine's Debian."""
+    """The package of revision 1, for this machine's Debian."""
     wheel_of(release)
     dist = source_of(release) / "dist"
     if not (found := list(dist.glob("memd_*-1_*.deb"))):
@@ -105,7 +105,7 @@ def python_of(release: Release) -> Path:
 
 
 def packages_of(release: Release) -> dict[str, str]:
-    """What its interpreter imports beside memd, and their versions."""
+    """Versions of the packages that its interpreter imports beside memd."""
     program = (
         "import json; from importlib.metadata import version; import grpc, google.protobuf, torch; "
         f"print(json.dumps({{name: version(name) for name in {SHOWN}}}))"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# What a release may build of itself, and by which of its own scripts.
+# Scripts of a release that build it, by what they make.
 SCRIPTS = {"wheel": "deploy/wheels/build.sh", "package": "deploy/debian/build.sh"}
 
 

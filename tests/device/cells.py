@@ -58,7 +58,7 @@ class Cell:
 
     @property
     def pairs(self) -> set[tuple[str, str]]:
-        """Of its choices. No two axes have a choice of one name."""
+        """All pairs of its choices. No two axes have a choice of one name."""
         return set(itertools.combinations(self._choices, 2))
 
     @property
@@ -91,8 +91,7 @@ def _cover(cells: tuple[Cell, ...]) -> Iterator[Cell]:
     missing = set[tuple[str, str]]().union(*(cell.pairs for cell in cells))
     uses = Counter[tuple[str, str]]()
     while missing:
-        # Of the best, one whose pairs were used least; the first of those, so that the cover is the
-        # same each time.
+        # Among the best, the first whose pairs were used least: the cover is the same each time.
         best = max(
             cells, key=lambda cell: (len(cell.pairs & missing), -sum(uses[p] for p in cell.pairs))
         )

@@ -128,7 +128,7 @@ OTHER_MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Checkpointed(nn.Module):
-    """What backward needs of `module` is computed again there."""
+    """A checkpoint: backward computes `module` again."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def _add_checkpoints(model: nn.Module) -> None:
 
 
 def generate(model: nn.Module, x: Tensor) -> Tensor:
-    """What the model adds to its words, or a loss in evaluation."""
+    """The words that the model adds, or a loss in evaluation."""
     model.eval()
     try:
         with torch.no_grad():

@@ -48,7 +48,7 @@ def leases_of(model: nn.Module) -> DeviceLeases:
 
 
 def waited_for(session: Session, action: Callable[[], object]) -> dict[str, int]:
-    """What `action` has added."""
+    """Waits that `action` has added."""
     before = Counter(session.statistics().waited_for)
     action()
     return dict(Counter(session.statistics().waited_for) - before)

@@ -1,9 +1,9 @@
 """A root of debootstrap with a real systemd, where the release before is installed as its own
 docs/service.md says, and upgraded to today's wheel.
 
-Of the release before are the daemon, its units and settings, README's script and the trainer's
-client, which trains on under today's daemon. Of today are Prometheus's rules and the program that
-trains."""
+The daemon, its units and settings, README's script and the trainer's client come from the release
+before; the client trains on under today's daemon. Prometheus's rules and the program that trains
+are today's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ APART = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"
 class Upgrade:
     release: Release
     before: Path
-    # Of a higher version, so that pip installs it over the other.
+    # Its version is higher, so that pip installs it over the other.
     today: Path
 
     @property

@@ -33,7 +33,7 @@ class Node(ABC):
 
     @property
     def readme(self) -> Path:
-        """Of what is installed first."""
+        """The README of the version that is installed first."""
         return ROOT / "README.md"
 
     @abstractmethod

@@ -49,7 +49,7 @@ class Browser:
         self._session = ""
         self.load_count = 0
         self.requested: list[str] = []  # URLs
-        # What the page's policy forbids, what cannot be loaded, and what else the console shows.
+        # Lines of the console: breaches of the page's policy, failed loads and all else.
         self.complaints: list[str] = []
         page = self._call("Target.createTarget", url="about:blank", width=WIDTH, height=HEIGHT)
         attached = self._call("Target.attachToTarget", targetId=page["targetId"], flatten=True)

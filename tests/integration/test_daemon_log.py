@@ -166,7 +166,7 @@ def test_why_a_daemon_does_not_start_is_the_last_event(daemons: Daemons, tmp_pat
 
 
 def serve_wrongly(*arguments: str, **environ: str) -> str:
-    """What it says."""
+    """The lines of its log."""
     answer = subprocess.run(
         [sys.executable, "-m", "memd", "serve", *arguments],
         capture_output=True,

@@ -66,7 +66,7 @@ def close_all(fds: tuple[int, ...] | list[int]) -> None:
 
 def newer_packet(session_id: int) -> attach_pb2.ClientPacket:
     packet = attach_pb2.ClientPacket(session_id=session_id)
-    packet.kind = NEWER_KIND  # type: ignore[assignment]
+    packet.kind = NEWER_KIND  # type: ignore[assignment]  # no member yet
     return packet
 
 
