@@ -114,7 +114,7 @@ sanitize:
 	  if [[ -z "$(SANITIZED)" ]]; then \
 	    ctest --test-dir build/$$sanitizer --output-on-failure --no-tests=error -j 2; \
 	  else \
-	    printf '%s\n' $(SANITIZED) | xargs -P 2 -I{} build/$$sanitizer/{} --gtest_brief=1; \
+	    printf '%s\n' $(SANITIZED) | xargs -P 2 -I{} env build/$$sanitizer/{} --gtest_brief=1; \
 	  fi; \
 	done
 
