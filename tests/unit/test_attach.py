@@ -23,6 +23,7 @@ from memd.peers import Peer, Peers, Session
 from memd.refusal import StatusCode
 from memd_native import PROTOCOL_OLDEST, PROTOCOL_VERSION
 from memd_proto.v1 import attach_pb2
+from tests.descriptors import name_of, open_names
 from tests.unit.fake_native import FakeServer, KeptSession, as_server, status_error
 
 if TYPE_CHECKING:
@@ -74,22 +75,9 @@ def listening(tmp_path: Path) -> Iterator[Listening]:
     listener.stop()
 
 
-def name_of(memfd: int) -> str:
-    return str(Path(f"/proc/self/fd/{memfd}").readlink()).split()[0]
-
-
 def send_often(client: socket.socket, packet: bytes) -> None:
     for _ in range(10_000):
         client.send(packet)
-
-
-def open_names() -> list[str]:
-    """Of all descriptors of this process, daemon and client."""
-    names = []
-    for fd in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            names.append(name_of(int(fd.name)))
-    return names
 
 
 def wait_until(condition: object, *, timeout_s: float = 5.0) -> float:

@@ -13,6 +13,7 @@ from memd_client.base import file_reads
 from memd_client.base.file_reads import read_once
 from memd_client.base.mapped_files import FileBytes, MappedFiles, ReadingAhead
 from memd_client.errors import DeviceError
+from tests.descriptors import open_names
 
 COUNT = 3 << 20
 
@@ -104,16 +105,13 @@ def test_a_file_of_another_name_or_inode_is_not_read(path: Path) -> None:
 
 
 def test_a_file_with_a_map_for_each_tensor_is_opened_once(path: Path) -> None:
-    def descriptor_count() -> int:
-        return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
     parts = [mapped(path, shared=True)[1000 * n : 1000 * (n + 1)] for n in range(8)]
-    maps, before = MappedFiles(), descriptor_count()
+    maps, before = MappedFiles(), open_names().count(str(path))
     for part in parts:
         assert torch.equal(read(maps.find(part), part), part)
-    assert descriptor_count() == before + 1
+    assert open_names().count(str(path)) == before + 1
     maps.close()
-    assert descriptor_count() == before
+    assert open_names().count(str(path)) == before
 
 
 def test_the_memory_of_a_device_is_not_read_from_it() -> None:
