@@ -12,6 +12,9 @@ import torch
 
 import memd_client
 from memd_client.base.interrupts import Latch
+from memd_client.core.scratch import Scratch
+from memd_client.device import departures
+from memd_client.device.activation_copies import ActivationCopies
 from memd_client.device.device_leases import DeviceLeases
 from memd_client.parameters.parameter import streamed
 from tests.device.offloaded import batch
@@ -24,9 +27,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from memd_client import Session
+    from memd_client.device.event_thread import EventThread
     from tests.daemons import Daemon
 
 _ROOMY_BYTES = 1 << 20
+_SAVED_BYTES = 1 << 16
 
 
 @pytest.fixture
@@ -55,8 +60,8 @@ def waited_for(session: Session, action: Callable[[], object]) -> dict[str, int]
 
 
 @contextmanager
-def held_until_waited_for(session: Session, model: nn.Module) -> Iterator[None]:
-    """No gradient arrives before one more wait is counted."""
+def held_until_waited_for(session: Session, thread: EventThread) -> Iterator[None]:
+    """The thread sees no copy pass before one more wait is counted."""
     held, is_over = Latch(), threading.Event()
     before = sum(session.statistics().waited_for.values())
 
@@ -66,14 +71,14 @@ def held_until_waited_for(session: Session, model: nn.Module) -> Iterator[None]:
                 break
         held.open()
 
-    leases_of(model)._departures._thread.after(None, held.wait)
-    thread = threading.Thread(target=run)
-    thread.start()
+    thread.after(None, held.wait)
+    watcher = threading.Thread(target=run)
+    watcher.start()
     try:
         yield
     finally:
         is_over.set()
-        thread.join()
+        watcher.join()
 
 
 def read(parameter: nn.Parameter) -> None:
@@ -90,7 +95,7 @@ def drop(parameter: nn.Parameter) -> None:
 @pytest.mark.parametrize("use", [read, drop])
 def test_a_gradient_that_was_leaving(session: Session, use: Callable[[nn.Parameter], None]) -> None:
     model = offloaded(session)
-    with held_until_waited_for(session, model):
+    with held_until_waited_for(session, leases_of(model)._departures._thread):
         model(batch(0).to("sim")).backward()
         found = waited_for(session, lambda: use(next(model.parameters())))
     assert found == {"gradient": 1}
@@ -124,3 +129,30 @@ def test_a_view_that_was_kept(session: Session) -> None:
         handle.remove()
         found = waited_for(session, lambda: model(batch(0).to("sim")))
     assert found.keys() == {"comparison"}
+
+
+def test_room_for_what_is_added_to_a_gradient(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = offloaded(session)
+    model(batch(0).to("sim")).backward()
+    assert waited_for(session, lambda: model(batch(1).to("sim")).backward()) == {}
+    monkeypatch.setattr(departures, "_STAGED_BYTES_MAX", 0)
+    found = waited_for(session, lambda: model(batch(2).to("sim")).backward())
+    assert found == {"room": sum(1 for _ in model.parameters())}
+
+
+def test_a_slot_of_saved_tensors_that_is_used_again(session: Session) -> None:
+    job = session.transaction.job
+    scratch = Scratch(job, "host")
+    slot = scratch.take(_SAVED_BYTES)
+    copies = ActivationCopies(session.leases.registration, torch.device("sim", 0), job=job.name)
+
+    def leave() -> None:
+        source = torch.ones(_SAVED_BYTES, dtype=torch.uint8, device="sim")
+        copies.leave(source, slot.shard.shard_id, lambda: scratch.overwrite(slot)[:_SAVED_BYTES])
+
+    with held_until_waited_for(session, copies._thread):
+        leave()
+        assert waited_for(session, leave) == {"room": 1}
+    copies.close()
