@@ -1,7 +1,8 @@
 """Trains residual blocks for bench_activations.py, with nothing but torch and memd's client; says
 how much it offloaded, and how long each step after the first two took.
 
-Run: python activations_training.py ADDRESS WIDTH ROWS STEPS none|host|nvme plain|checkpoints
+Run: python activations_training.py ADDRESS HOST_BYTES WIDTH ROWS STEPS none|host|nvme
+                                      plain|checkpoints
 """
 
 from __future__ import annotations
@@ -48,12 +49,16 @@ def state_bytes(width: int) -> int:
     return 12 * BLOCKS * (8 * width * width + 7 * width)
 
 
-def main(address: str, width: int, rows: int, steps: int, activations: str, kind: str) -> None:
+def main(
+    address: str, host_bytes: int, width: int, rows: int, steps: int, activations: str, kind: str
+) -> None:
     import memd_client
 
     torch.manual_seed(0)
     settings: dict[str, Any] = {} if activations == "none" else {"activations": activations}
-    with memd_client.connect(address, job="activations", fresh=True, durability="none") as session:
+    with memd_client.connect(
+        address, job="activations", fresh=True, durability="none", host_bytes=host_bytes
+    ) as session:
         model = Blocks(width, has_checkpoints=kind == "checkpoints")
         memd_client.offload(model, session, **settings)
         optimizer = memd_client.AdamW(model.parameters(), lr=1e-4)
@@ -81,5 +86,5 @@ def main(address: str, width: int, rows: int, steps: int, activations: str, kind
 
 
 if __name__ == "__main__":
-    address, width, rows, steps, activations, kind = sys.argv[1:]
-    main(address, int(width), int(rows), int(steps), activations, kind)
+    address, host_bytes, width, rows, steps, activations, kind = sys.argv[1:]
+    main(address, int(host_bytes), int(width), int(rows), int(steps), activations, kind)

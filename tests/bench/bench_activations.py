@@ -63,7 +63,7 @@ def measure(
     with (
         running_daemon(host=f"{pool_bytes}B", nvme=f"{disk_bytes}B") as daemon,
         subprocess.Popen(
-            [*command, daemon.address, str(width), str(rows), str(steps), place, kind],
+            [*command, daemon.address, *map(str, (pool_bytes, width, rows, steps)), place, kind],
             stdout=subprocess.PIPE,
             env={**os.environ, **SETTINGS},
             text=True,
