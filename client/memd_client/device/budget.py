@@ -44,8 +44,9 @@ class DeviceBudget:
 
     It is what the program has chosen, and otherwise grows from the least in steps, each after some
     steady rounds, and leaves a quarter of what others have not needed, or a twentieth once they
-    have needed no more for long. When memory runs out it is the least and grows again, each time
-    after twice as many steady rounds.
+    have needed no more for long. Where the program uses more parameters at once than the least
+    holds, it grows at once. When memory runs out it is the least and grows again, each time after
+    twice as many steady rounds.
 
     Others need what torch has reserved beside the copies when a step is made. Within a
     round that only rises, unless torch gives memory back to the driver: then the round tells
@@ -117,6 +118,16 @@ class DeviceBudget:
         if self._size_bytes < self._wanted_bytes and self._steady_rounds >= self._rounds_needed:
             self._steady_rounds = 0
             self._grow(reading, kept_bytes)
+
+    def note_need(self, needed_bytes: int) -> bool:
+        """The program uses so much at once. Returns whether the size has grown; one that the
+        program has chosen stays."""
+        # The next one that is used at once needs more than this.
+        size_bytes = min(max(2 * self._size_bytes, aligned(needed_bytes)), self._wanted_bytes)
+        if self._is_chosen or size_bytes <= self._size_bytes:
+            return False
+        self._size_bytes = size_bytes
+        return True
 
     def note_size(self, size_bytes: int) -> None:
         """That of the range, where it was to have another."""

@@ -86,12 +86,16 @@ class DeviceCopies:
             self._note_ends()
             return sum(each.size_bytes for each in (self._range, *self._left) if each.used_bytes)
 
-    def resize(self, size_bytes: int) -> None:
+    def resize(self, size_bytes: int, *, is_needed: bool = False) -> None:
         """Begins anew in a range of this size, and waits for the device.
 
         A lease keeps all of its range's memory until it ends, so nothing happens while there are
         leases both in this range and in an older one, or in this one and the device has no room for
         another. If it has none for a larger range, the range has the old size.
+
+        Args:
+            is_needed: the leases are of one use, which finds no room here. It gets another range,
+                beside however many it has.
 
         Raises:
             torch.OutOfMemoryError: there is no room for a smaller range, or none for one of the old
@@ -103,7 +107,7 @@ class DeviceCopies:
             if self._is_closed or size_bytes == old_bytes:
                 return
             if self._range.used_bytes:
-                if not self._left:
+                if is_needed or not self._left:
                     with suppress(torch.OutOfMemoryError):
                         self._leave_for(self._range_of(size_bytes))
                 return

@@ -173,6 +173,8 @@ class DeviceLeases:
             if count != self._copies.change_count(shard):
                 return self._brought_again(shard)
             needed_bytes = aligned(size_bytes) + self._copies.used_bytes
+            if self._grow_to(needed_bytes):
+                return self._brought_again(shard)
             raise CapacityError(
                 f"job {self._job!r}: parameters that are used at once on {self._device} leave no "
                 f"room for {shard.label!r}; free tensors that share their memory, or offload with "
@@ -230,8 +232,20 @@ class DeviceLeases:
             return first
         return place
 
-    def _resize(self) -> None:
+    def _grow_to(self, needed_bytes: int) -> bool:
+        """For what is used at once, if the program has chosen no size and the device has room."""
+        before_bytes = self._copies.size_bytes
+        with self._lock:
+            has_grown = self._budget.note_need(needed_bytes)
+        if has_grown:
+            self._resize(is_needed=True)
+        return self._copies.size_bytes > before_bytes
+
+    def _resize(self, *, is_needed: bool = False) -> None:
         """As the budget says.
+
+        Args:
+            is_needed: see `DeviceCopies.resize`.
 
         Raises:
             torch.OutOfMemoryError: there is no room, not even for the least.
@@ -241,16 +255,18 @@ class DeviceLeases:
             return
         note_device_wait("resize")
         try:
-            self._copies.resize(wanted_bytes)
+            self._copies.resize(wanted_bytes, is_needed=is_needed)
         finally:
             size_bytes = self._copies.size_bytes
             with self._lock:
                 self._budget.note_size(size_bytes)
             if size_bytes > before_bytes:
-                text = "job %r: steps leave room on %s: parameters have %s there instead of %s"
+                why = "more are used at once" if is_needed else "steps leave room"
+                text = "job %r: %s on %s: parameters have %s there instead of %s"
                 _log.info(
                     text,
                     self._job,
+                    why,
                     self._device,
                     format_size(size_bytes),
                     format_size(before_bytes),
