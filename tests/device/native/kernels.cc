@@ -5,6 +5,7 @@
 #include "host_waits.h"
 #include "install.h"
 #include "kernel_cost.h"
+#include "known_shapes.h"
 
 namespace sim {
 namespace {
@@ -143,10 +144,15 @@ std::optional<std::vector<IValue>> Call::output_shapes() const {
                    at::Tag::data_dependent_output})
     if (op_.hasTag(tag)) return std::nullopt;
   if (!returns_tensors()) return std::nullopt;
+  auto question = question_of(op_, args_);
+  if (question)
+    if (auto known = known_shapes().find(*question)) return known;
   try {
     std::vector<IValue> meta;
     for (const auto& value : args_) meta.push_back(change_tensors(value, as_meta, c10::kMeta));
-    return called(std::move(meta));
+    auto shapes = called(std::move(meta));
+    if (question) known_shapes().note(*question, shapes);
+    return shapes;
   } catch (const std::exception&) {
     return std::nullopt;
   }
