@@ -49,7 +49,7 @@ void AccessLog::note(const char* region, Access access, const VectorClock& seen)
   });
   if (checks_races_ && found != past.rend()) raise(access, *found);
   auto is_replaced = [&](const Access& each) {
-    return is_ordered(each) && replaces(access.span, each.span);
+    return replaces(access.span, each.span) && is_ordered(each);
   };
   past.erase(std::remove_if(past.begin(), past.end(), is_replaced), past.end());
   past.push_back(std::move(access));

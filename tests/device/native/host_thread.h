@@ -14,6 +14,8 @@ struct HostThread final : c10::DebugInfoBase {
 
   Actor actor;
   VectorClock clock;
+  int64_t tick = 0;        // of its last event
+  int64_t seed_count = 0;  // of the machine, when `clock` began
   Nanoseconds time = 0;
 };
 

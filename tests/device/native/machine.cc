@@ -14,9 +14,20 @@ void Machine::seed(int64_t value) {
   finish_all();
   dice_.seed(static_cast<uint64_t>(value));
   pace_.clear();
+  // Nothing is left that a thread could race with. Ticks go on: events of before may be waited for.
   accesses_.clear();
+  known_.fill({});
+  published_.clear();
+  ++seed_count_;
   given_.fill(0);
   is_helpful_ = roll() < 0.3;
+}
+
+// The calling thread. It has forgotten what it knew of work under other dice.
+HostThread& Machine::host() {
+  auto& caller = this_host_thread();
+  if (std::exchange(caller.seed_count, seed_count_) != seed_count_) caller.clock = {};
+  return caller;
 }
 
 void Machine::check_races(bool is_on) {
@@ -32,7 +43,8 @@ Actor Machine::next_stream(int device) {
 void Machine::queue(Actor stream, Work work) {
   auto locked = lock();
   follow_host(stream);
-  auto tick = known_[stream].next(stream);
+  auto tick = ++ticks_[stream];
+  known_[stream].note(stream, tick);
   for (const auto& span : work.spans)
     if (span.begin != span.end)
       accesses_.note(region_of(span.begin), {span, stream, tick, work.name}, known_[stream]);
@@ -86,26 +98,26 @@ void Machine::reach(const MarkPtr& mark) {
 
 void Machine::host_touches(const Span& span) {
   auto locked = lock();
-  auto& host = this_host_thread();
-  auto tick = host.clock.next(host.actor);
-  accesses_.note(region_of(span.begin), {span, host.actor, tick, "the host"}, host.clock);
+  auto& toucher = host();
+  auto tick = ++toucher.tick;
+  toucher.clock.note(toucher.actor, tick);
+  accesses_.note(region_of(span.begin), {span, toucher.actor, tick, "the host"}, toucher.clock);
 }
 
 void Machine::publish(int64_t key) {
   auto locked = lock();
-  auto& host = this_host_thread();
   auto& published = published_[key];
-  published.clock.join(host.clock);
-  published.time = std::max(published.time, host.time);
+  published.clock.join(host().clock);
+  published.time = std::max(published.time, host().time);
 }
 
 void Machine::observe(int64_t key) {
   auto locked = lock();
   auto found = published_.find(key);
   if (found == published_.end()) return;
-  auto& host = this_host_thread();
-  host.clock.join(found->second.clock);
-  host.time = clock_.wait(host.actor, host.time, found->second.time);
+  auto& observer = host();
+  observer.clock.join(found->second.clock);
+  observer.time = clock_.wait(observer.actor, observer.time, found->second.time);
 }
 
 bool Machine::is_quiet(const char* begin, const char* end) {
@@ -132,15 +144,15 @@ void Machine::forget_before(const std::vector<MarkPtr>& marks, const char* begin
 
 // Work that is queued next comes after all work that the calling thread knows to be over.
 void Machine::follow_host(Actor stream) {
-  const auto& host = this_host_thread();
-  known_[stream].join(host.clock);
-  clock_.hold(stream, host.time);
+  const auto& caller = host();
+  known_[stream].join(caller.clock);
+  clock_.hold(stream, caller.time);
 }
 
 void Machine::learn(const MarkPtr& mark) {
-  auto& host = this_host_thread();
-  host.clock.join(mark->before);
-  host.time = clock_.wait(host.actor, host.time, mark->time);
+  auto& waiter = host();
+  waiter.clock.join(mark->before);
+  waiter.time = clock_.wait(waiter.actor, waiter.time, mark->time);
 }
 
 std::vector<Actor> Machine::busy() const {

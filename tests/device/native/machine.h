@@ -88,6 +88,7 @@ class Machine {
 
   static constexpr Actor kStreamsTogether = Actor{kDevices} * kStreams;
 
+  HostThread& host();
   double roll() { return static_cast<double>(dice_() >> 11) * 0x1p-53; }
   void follow_host(Actor stream);
   void learn(const MarkPtr& mark);
@@ -98,9 +99,11 @@ class Machine {
 
   std::recursive_mutex mutex_;
   std::mt19937_64 dice_;
+  int64_t seed_count_ = 0;
   bool is_helpful_ = false;  // a wait may run other streams than the one that it is for
   std::array<std::deque<Task>, kStreamsTogether> queues_;
   std::array<VectorClock, kStreamsTogether> known_;  // by all that is queued so far
+  std::array<int64_t, kStreamsTogether> ticks_{};    // of all that is queued so far
   std::array<int64_t, kStreamsTogether> done_{};
   std::array<int64_t, kDevices> given_{};
   std::map<Actor, double> pace_;

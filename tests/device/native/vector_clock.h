@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <map>
+#include <vector>
 
 namespace sim {
 
@@ -21,17 +21,33 @@ constexpr int64_t id_of(Actor stream) { return stream % kStreams; }
 class VectorClock {
  public:
   void join(const VectorClock& other) {
-    for (auto [actor, tick] : other.ticks_) ticks_[actor] = std::max(ticks_[actor], tick);
+    auto place = ticks_.begin();
+    for (const auto& [actor, tick] : other.ticks_) place = note(place, actor, tick);
   }
-  /// The number of the actor's next event, which is known from now on.
-  int64_t next(Actor actor) { return ++ticks_[actor]; }
+  /// The actor's event of this number is known from now on, and those before it.
+  void note(Actor actor, int64_t tick) { note(ticks_.begin(), actor, tick); }
   bool knows(Actor actor, int64_t tick) const {
-    auto found = ticks_.find(actor);
-    return found != ticks_.end() && found->second >= tick;
+    auto found = std::lower_bound(ticks_.begin(), ticks_.end(), actor, is_before);
+    return found != ticks_.end() && found->actor == actor && found->tick >= tick;
   }
 
  private:
-  std::map<Actor, int64_t> ticks_;
+  struct Tick {
+    Actor actor;
+    int64_t tick;
+  };
+  using Place = std::vector<Tick>::iterator;
+
+  static bool is_before(const Tick& one, Actor actor) { return one.actor < actor; }
+
+  Place note(Place from, Actor actor, int64_t tick) {
+    auto place = std::lower_bound(from, ticks_.end(), actor, is_before);
+    if (place == ticks_.end() || place->actor != actor) return ticks_.insert(place, {actor, tick});
+    place->tick = std::max(place->tick, tick);
+    return place;
+  }
+
+  std::vector<Tick> ticks_;  // by actor
 };
 
 }  // namespace sim
