@@ -2,7 +2,8 @@
 
 The daemon is another process, whose accesses the vector clocks don't see. From the end of a lease
 on, it may fill the slot with something else: a write of the host. Once a step with a gradient was
-sent, it reads the slot: a read of the host.
+sent, it reads the slot: a read of the host. By the clock it updates in no time, and shows a new
+value no earlier than its step was sent.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from memd_client.base.dtypes import DTYPE_NUMBERS
 from memd_native import PART_GRADIENT
+from tests.device.ordered_threads import Handover
 from tests.device.simulation import SIM
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class _AnnouncedPlane:
         self._races = races
         self._slots = _Slots()
         self._gradients: dict[int, torch.Tensor] = {}  # shard id → its slot, without a lease
+        self._updates: dict[int, Handover] = {}  # by shard id: of the last step
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plane, name)
@@ -87,12 +90,15 @@ class _AnnouncedPlane:
                 self._watch(answer)
                 if part == PART_GRADIENT:
                     self._gradients[shard_id] = self._slot_of(answer)
+                else:
+                    self._note_shown(shard_id)
         return answers
 
     def lease_resident(self, shard_id: int, dtype: int, shape: Sequence[int]) -> Any:
         lease = self._plane.lease_resident(shard_id, dtype, shape)
         if lease is not None:
             self._watch(lease)
+            self._note_shown(shard_id)
         return lease
 
     def seal(self, shard_id: int) -> None:
@@ -100,6 +106,12 @@ class _AnnouncedPlane:
         if shard_id in self._gradients:
             self._slots.read(self._gradients[shard_id])
             del self._gradients[shard_id]
+        self._updates[shard_id] = Handover()
+        self._updates[shard_id].give()
+
+    def _note_shown(self, shard_id: int) -> None:
+        if shard_id in self._updates:
+            self._updates[shard_id].take()
 
     def _watch(self, lease: torch.Tensor) -> None:
         slot = self._slot_of(lease)

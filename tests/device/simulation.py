@@ -150,10 +150,11 @@ def _install() -> Simulation:
     torch._register_device_module("sim", simulation)
     sys.modules["torch.sim"] = simulation  # type: ignore[assignment]
     native = ctypes.CDLL(str(path))
-    for announce in (native.sim_publish, native.sim_observe):
+    announcements = native.sim_publish, native.sim_publish_time, native.sim_observe
+    for announce in announcements:
         announce.argtypes = [ctypes.c_int64]
         announce.restype = None
-    ordered_threads.install(native.sim_publish, native.sim_observe)
+    ordered_threads.install(*announcements)
     return simulation
 
 

@@ -81,5 +81,6 @@ TORCH_LIBRARY(simulation, library) {
 // For locks. No operators: a lock may be taken below any dispatch mode.
 extern "C" {
 void sim_publish(int64_t key) { sim::machine().publish(key); }
+void sim_publish_time(int64_t key) { sim::machine().publish_time(key); }
 void sim_observe(int64_t key) { sim::machine().observe(key); }
 }

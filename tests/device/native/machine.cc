@@ -77,6 +77,10 @@ void Machine::wait(const MarkPtr& mark) {
 
 bool Machine::query(const MarkPtr& mark) {
   auto locked = lock();
+  if (clock_.is_recording()) {
+    if (host().time < mark->time) return false;
+    reach(mark);
+  }
   if (!mark->has_passed && roll() < 0.3) advance(mark->stream);
   if (mark->has_passed) learn(mark);
   return mark->has_passed;
@@ -106,8 +110,12 @@ void Machine::host_touches(const Span& span) {
 
 void Machine::publish(int64_t key) {
   auto locked = lock();
+  published_[key].clock.join(host().clock);
+}
+
+void Machine::publish_time(int64_t key) {
+  auto locked = lock();
   auto& published = published_[key];
-  published.clock.join(host().clock);
   published.time = std::max(published.time, host().time);
 }
 

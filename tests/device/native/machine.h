@@ -53,6 +53,7 @@ class Machine {
 
   /// The calling thread waits, and knows then what came before the mark.
   void wait(const MarkPtr& mark);
+  /// Whether the mark has passed, as the dice say; while a timeline is recorded, as the clock says.
   bool query(const MarkPtr& mark);
   void finish(Actor stream) { wait(mark(stream)); }
   void finish_device(int device);
@@ -62,8 +63,10 @@ class Machine {
 
   /// The calling thread reads or writes these bytes. Raises if anybody may still use them.
   void host_touches(const Span& span);
-  /// A thread that observes a key knows what those knew who published it before.
+  /// A thread that observes a key knows what those knew who published it before, and stands no
+  /// earlier than those stood who published their time.
   void publish(int64_t key);
+  void publish_time(int64_t key);
   void observe(int64_t key);
 
   /// Whether no task that is still to run uses these bytes of a region.

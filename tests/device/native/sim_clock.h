@@ -56,6 +56,7 @@ class SimClock {
 
   /// Begins a new timeline, or stops recording.
   void record(bool is_on);
+  bool is_recording() const { return is_recording_; }
   const std::vector<TimelineEntry>& timeline() const { return timeline_; }
 
  private:
