@@ -42,8 +42,10 @@ _log = logging.getLogger("memd_client")
 
 # How many uses ahead copies begin.
 _AHEAD_COUNT = 32
-# Copies that begin together share an event: the first use waits for all of them.
-_BATCH_BYTES = 8 << 20
+# Copies that begin together share an event: the first use waits for all of them. So there are few
+# at first, and then at most a part of what has begun before them, which is used meanwhile.
+_BATCH_BYTES_MAX = 8 << 20
+_BATCH_PARTS = 4
 
 
 class DeviceLeases:
@@ -208,7 +210,7 @@ class DeviceLeases:
             is_ahead=True,
         )
         batch: list[Wanted] = []
-        batch_bytes = place = first = 0
+        batch_bytes = begun_bytes = place = first = 0
         for place, shard in enumerate(shards):
             if self._copies.has(shard) or any(shard is each for each, *_ in batch):
                 continue
@@ -222,9 +224,10 @@ class DeviceLeases:
                 first = place
             batch.append((shard, box, count))
             batch_bytes += box[0].nbytes
-            if batch_bytes >= _BATCH_BYTES:
+            if batch_bytes >= min(begun_bytes // _BATCH_PARTS, _BATCH_BYTES_MAX):
                 if bring(batch) < len(batch):
                     return first
+                begun_bytes += batch_bytes
                 batch, batch_bytes = [], 0
         else:
             place = len(shards)
