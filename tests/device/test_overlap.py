@@ -39,7 +39,7 @@ class Shape:
         return f"{self.blocks}-blocks-{self.classes}-classes-{self.share or 'least'}"
 
 
-SHAPES = (Shape(16, 8, 0.5), Shape(16, 1024, 0.25))
+SHAPES = (Shape(16, 8, 0.5), Shape(16, 1024, 0.25), Shape(16, 1024, 0.0))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

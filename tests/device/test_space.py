@@ -84,6 +84,18 @@ def test_a_place_in_the_middle_is_not_used_where_the_largest_module_needs_its_si
     assert not filled.space.may_be_used(places[7])
 
 
+def test_a_copy_ahead_lies_where_it_may_be_used_without_what_is_used_now() -> None:
+    """8 units are needed at once, of 10: 4 to 6 would do beside 0 to 4, and not alone."""
+    filled = Filled(10, 8)
+    used = filled.add(4)
+    assert used is not None
+    filled.space.use(used)
+    now, ahead = filled.find(2), filled.find(2, sooner_than=0.0)
+    assert now is not None
+    assert ahead is not None
+    assert (now.begin // UNIT, ahead.begin // UNIT) == (4, 8)
+
+
 @pytest.mark.parametrize("seed", range(50))
 def test_what_modules_need_at_once_finds_room_whatever_came_before(seed: int) -> None:
     """Modules of up to 16 units, in pieces that come one after the other, in 20 units."""

@@ -85,9 +85,10 @@ class DeviceSpace:
 
         Args:
             next_use: when the copy at a place that nobody uses is needed again.
-            sooner_than: the victims must be needed later than this.
+            sooner_than: for a copy ahead of its use: the victims must be needed later than this.
         """
         runs = list(self._runs())
+        is_ahead = sooner_than >= 0
         for begin, end, inside in runs:
             # Most have no victims: then nobody is asked for uses.
             ends = [begin, *(each.end for each in inside)]
@@ -95,7 +96,7 @@ class DeviceSpace:
                 if stop - start < size_bytes:
                     continue
                 for place in (start, stop - size_bytes):
-                    if self._keeps_room(place, place + size_bytes):
+                    if self._keeps_room(place, place + size_bytes, is_ahead=is_ahead):
                         return Room(place, [])
         best, best_use = None, sooner_than
         for begin, end, inside in runs:
@@ -109,7 +110,7 @@ class DeviceSpace:
                     continue
                 first, last = bisect_right(ends, start), bisect_left(begins, stop)
                 nearest = min(uses[first:last], default=math.inf)
-                if nearest > best_use and self._keeps_room(start, stop):
+                if nearest > best_use and self._keeps_room(start, stop, is_ahead=is_ahead):
                     best, best_use = Room(start, inside[first:last]), nearest
         return best
 
@@ -138,8 +139,12 @@ class DeviceSpace:
                 inside.append(place)
         yield begin, self._size_bytes, inside
 
-    def _keeps_room(self, begin: int, end: int) -> bool:
-        """Once these bytes are used too."""
+    def _keeps_room(self, begin: int, end: int, *, is_ahead: bool = False) -> bool:
+        """Once these bytes are used too. `is_ahead`: and when only they are used, as those that are
+        used now may have left by then."""
+        alone_bytes = max(begin, self._size_bytes - end) + (end - begin)
+        if is_ahead and alone_bytes < self._needed_bytes:
+            return False
         wanted_bytes = self._needed_bytes - self._used_bytes - (end - begin)
         if wanted_bytes <= 0:
             return True
