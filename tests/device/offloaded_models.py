@@ -67,9 +67,9 @@ class Adapted(nn.Module):
 class Lora(nn.Module):
     """Most of its bytes are frozen, and some of them bfloat16 in a frame of float32."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 3, width: int = 24) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Adapted(24) for _ in range(3))
+        self.layers = nn.ModuleList(Adapted(width) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -82,11 +82,11 @@ class Block(nn.Module):
 class TiedGpt(nn.Module):
     """Its head is its embedding, and positions are a parameter of the model's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.positions = nn.Parameter(torch.randn(LENGTH + NEW_WORDS, WIDTH) / 10)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
 
@@ -118,11 +118,11 @@ class TiedGpt(nn.Module):
 class EncoderDecoder(nn.Module):
     """The decoder reads the words in the reverse order. Both have one embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.encoder = nn.ModuleList(Block() for _ in range(2))
-        self.decoder = nn.ModuleList(Block(has_memory=True) for _ in range(2))
+        self.encoder = nn.ModuleList(Block() for _ in range(blocks))
+        self.decoder = nn.ModuleList(Block(has_memory=True) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: Tensor) -> Tensor:
