@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from memd_client import Session
     from tests.daemons import Daemons
 
-SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.more) for seed in range(1, 10)))
+SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 10)))
 RESTARTED_STEP = 2
 MODEL = "gpt"
 

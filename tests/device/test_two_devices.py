@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memd_client import Session
     from tests.daemons import Daemon
 
-SEEDS = (2, pytest.param(10, marks=pytest.mark.more))
+SEEDS = (2, pytest.param(10, marks=pytest.mark.soak))
 DEVICES = "sim:0", "sim:1"
 
 
