@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,15 +24,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def nothing_imported_is_garbage() -> None:
-    """Tests collect garbage, hundreds of times, to end leases."""
-    gc.collect()
-    gc.freeze()
+_modules_frozen = 0
 
 
 @pytest.fixture(autouse=True)
-def simulation() -> Iterator[None]:
+def nothing_imported_is_garbage() -> None:
+    """Tests collect garbage, hundreds of times, to end leases. Torch imports much when it is first
+    asked for it."""
+    global _modules_frozen
+    if len(sys.modules) > _modules_frozen:
+        gc.collect()
+        gc.freeze()
+        _modules_frozen = len(sys.modules)
+
+
+@pytest.fixture(autouse=True)
+def simulation(nothing_imported_is_garbage: None) -> Iterator[None]:
+    del nothing_imported_is_garbage
     torch.accelerator.set_device_index(0)
     SIM.seed(0)
     SIM.host_waits()
