@@ -22,7 +22,6 @@ from memd_client.errors import InvalidArgument, NotYet
 from memd_client.parameters import changes_of_ranks
 from memd_client.parameters.early import EarlyUpdates
 from memd_client.parameters.module_hooks import end_interrupted_calls
-from memd_client.parameters.parameter import StreamedParameter
 from memd_client.parameters.tiles import entries_of, is_in_memd
 from memd_client.transaction.adam_settings import adam_settings, plain_betas, refuse_group
 from memd_client.transaction.module_names import without_wrappers
@@ -32,14 +31,21 @@ from memd_client.updates.loaded_states import refuse_state, replace_states, stat
 from memd_client.updates.resident_ranks import note_divided, refuse_apart
 from memd_client.updates.resident_target import ResidentTarget
 from memd_client.updates.streamed_target import StreamedTarget, TiledTarget
-from memd_client.updates.targets import Part, Target, decide_maximum, needs_name, own, owner_of
+from memd_client.updates.targets import (
+    Part,
+    Target,
+    decide_maximum,
+    is_on_device,
+    needs_name,
+    own,
+    refuse_orphans,
+)
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from memd_client.connection.shard import Shard
-    from memd_client.core.job import Job
     from memd_client.session import Session
     from memd_client.transaction.loaded_moments import LoadedMoments
     from memd_client.transaction.transaction import Transaction
@@ -83,10 +89,10 @@ class Adam(torch.optim.Optimizer):
     """`torch.optim.Adam` with its states in memd. The update is the same: in float32 it has the
     bits of torch's fused CPU kernel; bfloat16 parameters are updated in float32 and rounded.
 
-    `step()` consumes the gradients of offloaded parameters. Other parameters stay in this process:
-    `step()` reads `p.grad`, which stays until `zero_grad()`, and puts the new values in place. If
-    the job already has parameters of these names, the stored values win. They have the names of
-    `named_parameters()` if the optimizer was given these, and their positions otherwise.
+    `step()` consumes the gradients of offloaded parameters. Others stay in this process, or on
+    their device: `step()` reads `p.grad`, which stays until `zero_grad()`, and puts the new values
+    in place. If the job already has parameters of these names, the stored values win. They have the
+    names of `named_parameters()` if the optimizer was given these, and their positions otherwise.
 
     With several ranks, parameters that stay in the processes are those of a model in
     DistributedDataParallel, and memd has their state once, not once a rank (ZeRO-1). All ranks call
@@ -190,9 +196,7 @@ class Adam(torch.optim.Optimizer):
                 without_wrappers(given[i]) if given else f"optimizer.{position}.{i}"
                 for i in range(len(parameters))
             ]
-            if self._early is not None and any(
-                entry.shard.is_on_device for each in parameters for entry in entries_of(each)
-            ):
+            if self._early is not None and any(map(is_on_device, parameters)):
                 refuse_early()
             targets = own(
                 parameters,
@@ -303,7 +307,7 @@ class Adam(torch.optim.Optimizer):
                     self._only_transaction().skip()
                 else:
                     scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-                    # Gradients are in host memory, wherever the scaler is.
+                    # As for torch's operators, wherever gradients are.
                     self._step(scale.cpu() if scale is not None else None)
         except BaseException:
             # A GradScaler deletes it after a step, and multiplies by one that is left over.
@@ -327,8 +331,7 @@ class Adam(torch.optim.Optimizer):
             self._drop_gradients()
         else:
             for part in self._targets.parts():
-                if isinstance(part, StreamedTarget):
-                    part.set_gradient_to_zero()
+                part.set_gradient_to_zero()
         self._look_again()
         # torch reads the gradient of every parameter, which takes 5 µs if the parameter is away.
         if not all(
@@ -585,7 +588,7 @@ class Adam(torch.optim.Optimizer):
             groups,
             updated + empty,
             prepare=prepare,
-            refuse_orphans=partial(_refuse_orphans, transaction.job),
+            refuse_orphans=partial(refuse_orphans, transaction.job),
         )
         self._targets.forget_assigned()
         self._show_states(updated + empty)
@@ -789,19 +792,6 @@ def _transaction_of(parameters: list[torch.Tensor]) -> Transaction:
         "none of the optimizer's first parameters is offloaded; pass session=, or offload the "
         "module first"
     )
-
-
-def _refuse_orphans(job: Job) -> None:
-    for entry in job.shards.parameters:
-        if (
-            isinstance(entry, StreamedParameter)
-            and entry.gradient.present
-            and owner_of(entry.parameter) is None
-        ):
-            raise InvalidArgument(
-                f"job {job.name!r}: parameter {entry.shard.label!r} has a gradient, but belongs "
-                "to no memd optimizer; give it to one, or freeze it with requires_grad_(False)"
-            )
 
 
 def _replace_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:

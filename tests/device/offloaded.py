@@ -63,8 +63,9 @@ def batch(number: int) -> Tensor:
 def train(
     model: nn.Module, session: Session, loop: Loop, device: str, steps: int = STEPS
 ) -> list[Tensor]:
-    """With memd: the losses and scales, then all of the model's state, on the host."""
-    optimizer = memd_client.AdamW(_trained(model), lr=RATE)
+    """With memd: the losses and scales, then all of the model's state, on the host. Parameters that
+    are not offloaded stay where they are."""
+    optimizer = memd_client.AdamW(_trained(model), lr=RATE, session=session)
     scaler = _scaler(loop, device)
     found: list[Tensor] = []
     for step in range(steps):

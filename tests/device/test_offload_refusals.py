@@ -172,8 +172,3 @@ def test_data_on_another_device(session: Session) -> None:
     with pytest.raises(NotResident, match=r"cannot become torch\.float32 .* on cpu there"):
         parameter.data = torch.ones(parameter.shape)
     assert torch.equal(parameter.detach().cpu(), before)
-
-
-def test_a_model_that_stays_on_a_device(session: Session) -> None:
-    with pytest.raises(NotYet, match="devices other than the CPU come in a later version"):
-        memd_client.AdamW(build("mlp").to("sim").parameters(), session=session)

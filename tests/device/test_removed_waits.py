@@ -21,6 +21,7 @@ from memd_client.device import (
     device_range,
     event_thread,
     filled_memory,
+    staying_copies,
 )
 from memd_client.device.activation_copies import ActivationCopies, AwayBytes
 from memd_client.device.event_thread import EventThread
@@ -29,6 +30,7 @@ from tests.device.offloaded import LOOPS, MIXED_LOOPS, Loop, batch
 from tests.device.offloaded_models import build
 from tests.device.removed_statements import Statement, removed, statements
 from tests.device.simulation import SIM
+from tests.device.staying import stayed
 from tests.device.trained import connected, trained
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ WAITS = [
     statement
     for module in (
         *(activation_copies, copies, departures, device_range, event_thread, filled_memory),
-        gradients,
+        *(gradients, staying_copies),
     )
     for statement in statements(module, _orders)
 ]
@@ -66,6 +68,11 @@ WAITS = [
 
 def train(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
     trained(daemon, patch, "mlp", "least", LOOPS[1])
+
+
+def stay(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
+    """Gradients change when they have left."""
+    stayed(daemon, patch, "mlp", LOOPS[2])
 
 
 def leave(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
@@ -238,7 +245,7 @@ def drop_what_is_leaving(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
         _filled()
 
 
-SCENARIOS = (train, leave, scale, share_casts)
+SCENARIOS = (train, stay, leave, scale, share_casts)
 SAVING_SCENARIOS = (
     save,
     use_memory_that_was_left,
@@ -260,7 +267,7 @@ def race_of(daemon: Daemon, patch: pytest.MonkeyPatch, scenarios: Sequence[Scena
 
 
 def test_the_waits_are_found() -> None:
-    assert len(WAITS) == 25
+    assert len(WAITS) == 27
 
 
 @pytest.mark.parametrize("seeds", SEEDS)

@@ -52,6 +52,22 @@ def test_training_has_the_bits_of_training_without_memd(
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("loop", LOOPS[:2], ids=str)  # norms have other bits on a GPU
+@pytest.mark.parametrize("name", MODELS)
+def test_training_of_parameters_that_stay_there_has_the_same_bits(
+    daemon: Daemon, name: str, loop: Loop
+) -> None:
+    expected = reference(name, loop, "cuda")
+    for _ in range(REPEATS):
+        with memd_client.connect(
+            daemon.address, job="gpu", host_bytes="48MiB", durability="none"
+        ) as session:
+            found = train(build(name).to("cuda"), session, loop, "cuda")
+            session.drop_job()
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
 def test_a_graph_is_refused(daemon: Daemon) -> None:
     with memd_client.connect(
         daemon.address, job="gpu", host_bytes="48MiB", durability="none"

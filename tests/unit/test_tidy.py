@@ -57,6 +57,9 @@ CLIENT_PACKAGES = {
             "departures",
             "activation_copies",
             "device_leases",
+            "device_checksums",
+            "early_gradient",
+            "staying_copies",
         ),
         "model_on_device",
     ),
@@ -82,8 +85,8 @@ CLIENT_PACKAGES = {
         "loaded_places",
     ),
     "updates": (
-        *("stateful_target", "streamed_target", "resident_target", "sharded_target"),
-        *("fully_sharded", "resident_ranks"),
+        *("stateful_target", "streamed_target", "resident_target", "device_target"),
+        *("sharded_target", "fully_sharded", "resident_ranks"),
         *("empty_target", "targets", "clipping", "loaded_states"),
     ),
     "checkpoints": (

@@ -36,13 +36,16 @@ class Devices:
         self._others: list[SessionCopies] = []
 
     @property
-    def exist(self) -> bool:
-        """A model is used on one."""
-        return bool(self._traffic)
+    def traffic(self) -> Sequence[DeviceTraffic]:
+        return tuple(self._traffic)
+
+    def add(self, traffic: DeviceTraffic) -> None:
+        """From now on steps wait for what leaves this device."""
+        self._traffic.append(traffic)
 
     def use(self, leases: ParameterLeases, traffic: DeviceTraffic, shards: Sequence[Shard]) -> None:
         """From now on these are used on a device."""
-        self._traffic.append(traffic)
+        self.add(traffic)
         self._leases.update((shard.shard_id, leases) for shard in shards)
 
     def close_too(self, copies: SessionCopies) -> None:
@@ -54,7 +57,7 @@ class Devices:
         return self._leases[shard.shard_id]
 
     def traffic_with(self, device: torch.device) -> DeviceTraffic:
-        """That of one of the models on this device.
+        """That of one of those on this device.
 
         Raises:
             InvalidArgument: there is none.

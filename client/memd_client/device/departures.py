@@ -53,11 +53,9 @@ class Departures:
     def overwrite(
         self, shard: Shard, gradient: torch.Tensor, lease: Callable[[], torch.Tensor]
     ) -> None:
-        """Copies `gradient` into the slot that `lease` leases; returns at once."""
-        leaving = _Leaving([lease()])
-        with self._lock:
-            self._leaving[shard.shard_id] = leaving
-        self._depart(shard, leaving, gradient, None)
+        """Copies `gradient` into the slot that `lease` leases, over one that is on its way there;
+        returns at once."""
+        self._depart(shard, self._leaving_for(shard, lease), gradient, None)
 
     def add(self, shard: Shard, part: torch.Tensor, lease: Callable[[], torch.Tensor]) -> None:
         """Adds to the gradient in the slot, in the order of these calls; returns at once."""
@@ -67,18 +65,22 @@ class Departures:
             note_device_wait("room")
             self._thread.wait_for_end()
         staged = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
-        # The lease is taken here: the thread could not take it once a step waits to be sent.
+        leaving = self._leaving_for(shard, lease)
+        with self._lock:
+            self._staged_bytes += staged.nbytes
+        self._depart(shard, leaving, part, staged)
+
+    def _leaving_for(self, shard: Shard, lease: Callable[[], torch.Tensor]) -> _Leaving:
+        """The lease is taken here: the thread could not take it once a step waits to be sent."""
         with self._lock:
             leaving = self._leaving.get(shard.shard_id)
             if leaving is not None:
                 leaving.count += 1
-        if leaving is None:
-            leaving = _Leaving([lease()])
-            with self._lock:
-                self._leaving[shard.shard_id] = leaving
+                return leaving
+        leaving = _Leaving([lease()])
         with self._lock:
-            self._staged_bytes += staged.nbytes
-        self._depart(shard, leaving, part, staged)
+            self._leaving[shard.shard_id] = leaving
+        return leaving
 
     def _depart(
         self,
@@ -136,6 +138,10 @@ class Departures:
         source.record_stream(self._out)
         return copied
 
+    def join(self, user: torch.Stream) -> None:
+        """The next work of `user` comes after the copies so far."""
+        user.wait_stream(self._out)
+
     def wait_for(self, shard: Shard) -> None:
         """Until its gradient has arrived. The daemon would grant its slot behind the copies too,
         and wait no longer than a minute for them."""
@@ -144,6 +150,11 @@ class Departures:
         if is_leaving:
             note_device_wait("gradient")
             self._thread.wait_for_end()
+
+    @property
+    def has_lost(self) -> bool:
+        """A copy has failed since `give_up`."""
+        return self._thread.error is not None
 
     def refuse_lost(self) -> None:
         """

@@ -575,8 +575,11 @@ class GradientSlot:
         self._present, self._are_zeros_due = True, False
         self._is_unscaled = self._is_zero = False
 
-    def check(self, gradient: torch.Tensor) -> None:
+    def check(self, gradient: torch.Tensor, device: torch.device | None = None) -> None:
         """
+        Args:
+            device: where the parameter stays, if it stays on one.
+
         Raises:
             InvalidArgument: it cannot be this parameter's.
         """
@@ -591,10 +594,11 @@ class GradientSlot:
                 f"parameter: {list(gradient.shape)} {gradient.dtype}, {list(self._shard.shape)} "
                 f"{self._shard.dtype}"
             )
-        if gradient.device.type != "cpu" and gradient.device != self._shard.device:
+        device = device or self._shard.device
+        if gradient.device.type != "cpu" and gradient.device != device:
             raise InvalidArgument(
                 f"the gradient of {self._shard.label!r} is neither on the parameter's device nor "
-                f"in host memory: {gradient.device}, {self._shard.device}"
+                f"in host memory: {gradient.device}, {device}"
             )
 
 

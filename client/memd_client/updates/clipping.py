@@ -8,6 +8,7 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from memd_client.errors import InvalidArgument
+from memd_client.updates.device_target import DeviceTarget
 from memd_client.updates.sharded_target import ShardedTarget, norm_of_all
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ def clip_gradients(
             f"clipped: {total_norm.item()}"
         )
     factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
-    if factor != 1.0:  # true for NaN too
+    # As torch, which waits for no device. Otherwise nothing is changed for 1; NaN is another.
+    if not factor.is_cpu or factor != 1.0:
         _scale(targets, factor, job)
     return total_norm
 
@@ -88,9 +90,15 @@ def _total_norm(targets: Sequence[Target], norm_type: float, ranks: Ranks) -> to
         )
     if sharded:
         return norm_of_all(sharded, norm_type, ranks)
+    if all(isinstance(target, DeviceTarget) for target in targets):
+        return torch.nn.utils.get_total_norm(_gradients(targets), norm_type)
     norms = _norms(targets, norm_type, ranks)
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(_in_torch_order(norms)), norm_type)
     return total
+
+
+def _gradients(targets: Sequence[Target]) -> list[torch.Tensor]:
+    return [target.gradient_for_reading() for target in targets]
 
 
 def _own(targets: Sequence[Target], ranks: Ranks) -> Sequence[Target]:
@@ -106,7 +114,7 @@ def _norms(targets: Sequence[Target], norm_type: float, ranks: Ranks) -> list[to
 
     def norms() -> Iterable[torch.Tensor]:
         for target in _own(targets, ranks):
-            yield torch.linalg.vector_norm(target.gradient_for_reading(), norm_type)
+            yield torch.linalg.vector_norm(target.gradient_for_reading(), norm_type).cpu()
 
     if not ranks.are_several:
         return list(norms())

@@ -79,12 +79,6 @@ class EmptyTarget(UpdatedTarget):
     def gradient_for_reading(self) -> torch.Tensor:
         return torch.zeros(self._shard.shape)
 
-    def follow_assigned(self) -> None:
-        """There is nothing to take."""
-
-    def refuse_gradient_change(self) -> None:
-        """There is nothing to change."""
-
     def multiply_gradient(self, factor: torch.Tensor) -> None:
         """There is nothing to multiply."""
 

@@ -54,8 +54,7 @@ class ResidentTarget(UpdatedTarget):
         if written:
             self._take_value(parameter)
         else:
-            job.leases.write(shard, parameter.detach())
-            job.mark_written()
+            self._write_value(parameter)
 
     def _here(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of the parameter, or of its gradient, that lies in this process: all of it."""
@@ -107,12 +106,6 @@ class ResidentTarget(UpdatedTarget):
     def has_gradient(self) -> bool:
         parameter = self._parameter()
         return parameter is not None and parameter.grad is not None
-
-    def follow_assigned(self) -> None:
-        """`p.grad` is the tensor that was assigned."""
-
-    def refuse_gradient_change(self) -> None:
-        """torch changes it in all parameters that have it."""
 
     def multiply_gradient(self, factor: torch.Tensor) -> None:
         self.gradient_for_reading().mul_(factor)
@@ -184,8 +177,9 @@ class ResidentTarget(UpdatedTarget):
         if parameter is None:
             return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            value = self._part_of(self._job.leases.value(self._shard))
-            is_written = _restore(self._here(parameter), value)
+            is_written = not self._has_value(parameter)
+            if is_written:
+                self._take_value(parameter)
         if is_written:
             raise MemdError(
                 f"job {self._job.name!r}: parameter {self._shard.name!r} was written through a "
@@ -204,28 +198,39 @@ class ResidentTarget(UpdatedTarget):
         """Copies the value, if it changed, and `p.grad` to memd."""
         parameter = self._alive()
         refuse_uneven_strides(parameter, self._shard.name)
-        leases = self._job.leases
         # The loop may have changed the value by any means. `param.data` leaves no trace but the
         # bytes. Equal bytes are not written: memd knows more bits of a bf16 parameter than the
         # parameter has.
-        ranks = self._job.ranks
-        if ranks.is_first and not is_same_bits(leases.value(self._shard), parameter):
-            leases.write(self._shard, parameter.detach())
-            self._job.mark_written()
-        gradient = self.gradient_for_reading()
+        if self._job.ranks.is_first and not self._has_value(parameter):
+            self._write_value(parameter)
+        self._give_gradient()
+        self._note_sealed()
+
+    def _has_value(self, parameter: torch.Tensor) -> bool:
+        """Whether it has the value that memd has."""
+        value = self._part_of(self._job.leases.value(self._shard))
+        return is_same_bits(value, self._here(parameter))
+
+    def _write_value(self, parameter: torch.Tensor) -> None:
+        """memd has its value from now on."""
+        self._job.leases.write(self._shard, parameter.detach())
+        self._job.mark_written()
+
+    def _give_gradient(self) -> None:
+        """memd has its gradient from now on."""
+        gradient, ranks = self.gradient_for_reading().detach(), self._job.ranks
         # All ranks have the same, and share the work. The step is made when all have done theirs.
         if not ranks.are_several:
-            self._gradient.replace(gradient.detach(), leases)
+            self._gradient.replace(gradient, self._job.leases)
         elif self._shard.shard_id % ranks.world_size == ranks.rank:
-            self._give(gradient.detach())
-        self._note_sealed()
+            self._give_for_all(gradient)
 
     def _note_sealed(self) -> None:
         gradient = self.gradient_for_reading()
         self._sealed = weakref.ref(gradient), gradient._version
 
-    def _give(self, gradient: torch.Tensor) -> None:
-        """For all ranks. Where they have summed it in memd, it may have changed since."""
+    def _give_for_all(self, gradient: torch.Tensor) -> None:
+        """Ranks may have summed it in memd, and it may have changed since."""
         leases = self._job.leases
         if not self._is_reduced:
             leases.overwrite_gradient(self._shard, gradient.contiguous())
@@ -282,11 +287,3 @@ def refuse_uneven_strides(parameter: torch.Tensor, name: str) -> None:
         "memory in another way, and memd stores no strides; make it contiguous first: "
         "parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)"
     )
-
-
-def _restore(parameter: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the parameter had another value than this one, which it has now."""
-    if is_same_bits(value, parameter):
-        return False
-    parameter.copy_(value)
-    return True

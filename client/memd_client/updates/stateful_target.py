@@ -91,3 +91,14 @@ class UpdatedTarget(StatefulTarget):
         if self._keeps_maximum == amsgrad:
             return True
         return self._keeps_maximum and self.update_count > 0
+
+    # A gradient that is an ordinary `p.grad` needs none of these.
+
+    def set_gradient_to_zero(self) -> None:
+        """As `zero_grad(set_to_none=False)`, which does it to `p.grad` itself."""
+
+    def follow_assigned(self) -> None:
+        """Before the gradient is used: takes what was changed in a tensor that was assigned."""
+
+    def refuse_gradient_change(self) -> None:
+        """Raises if it is another parameter's too, which would not see a change."""

@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from memd_client.base.identity import ByIdentity
 from memd_client.base.overlaps import refuse_overlaps
 from memd_client.connection.shard import MAXIMUM, Shard, shard_spec
+from memd_client.device.model_on_device import usable_device
 from memd_client.errors import InvalidArgument, NotYet
-from memd_client.parameters.parameter import streamed
+from memd_client.parameters.parameter import StreamedParameter, streamed
 from memd_client.parameters.tiles import entries_of, is_in_memd, tiling_of
 from memd_client.parameters.unnamed import unnamed
+from memd_client.updates.device_target import DeviceTarget
 from memd_client.updates.empty_target import EmptyTarget
 from memd_client.updates.resident_target import ResidentTarget, refuse_uneven_strides
 from memd_client.updates.sharded_target import Range, ShardedTarget, local_of, write_whole
@@ -50,6 +52,14 @@ def owner_of(parameter: torch.Tensor | None) -> object | None:
 def needs_name(parameter: torch.Tensor) -> bool:
     """Whether the daemon will know it by the name that the optimizer gives it."""
     return not is_in_memd(parameter) and not _is_empty(parameter)
+
+
+def is_on_device(parameter: torch.Tensor) -> bool:
+    """Whether it is used on one, offloaded or not."""
+    entries = entries_of(parameter)
+    return any(entry.shard.is_on_device for entry in entries) or (
+        not entries and parameter.device.type != "cpu"
+    )
 
 
 def own(
@@ -167,7 +177,8 @@ def _resident(
     made = {}
     with first.storing(new_names):
         for (parameter, _), shard in zip(parameters, declared, strict=True):
-            made[id(parameter)] = ResidentTarget(
+            kind = DeviceTarget if is_on_device(parameter) else ResidentTarget
+            made[id(parameter)] = kind(
                 parameter,
                 shard=Shard.of(shard),
                 written=shard.spec.name not in new_names,
@@ -263,6 +274,23 @@ def decide_maximum(targets: Sequence[Part], *, amsgrad: bool, job: Job) -> None:
         target.note_maximum(keeps_maximum=amsgrad)
 
 
+def refuse_orphans(job: Job) -> None:
+    """
+    Raises:
+        InvalidArgument: there is a gradient that no optimizer takes.
+    """
+    for entry in job.shards.parameters:
+        if (
+            isinstance(entry, StreamedParameter)
+            and entry.gradient.present
+            and owner_of(entry.parameter) is None
+        ):
+            raise InvalidArgument(
+                f"job {job.name!r}: parameter {entry.shard.label!r} has a gradient, but belongs "
+                "to no memd optimizer; give it to one, or freeze it with requires_grad_(False)"
+            )
+
+
 def _is_empty(parameter: torch.Tensor) -> bool:
     return not is_lazy(parameter) and not parameter.numel()
 
@@ -299,11 +327,8 @@ def _refuse_twice(parameters: list[torch.Tensor], names: list[str]) -> None:
 def _resident_spec(
     parameter: torch.Tensor, name: str, tier: types_pb2.Tier, taken: set[str], job: Job
 ) -> types_pb2.ShardSpec:
-    if parameter.device.type != "cpu":
-        raise NotYet(
-            f"devices other than the CPU come in a later version: parameter {name!r} is on "
-            f"{parameter.device}"
-        )
+    if usable_device(parameter.device) is not None:
+        _refuse_on_device(parameter, name, job)
     if parameter.dtype == torch.float16:
         raise NotYet(f"float16 comes in a later version; use bfloat16: parameter {name!r}")
     if parameter.dtype not in _DTYPES or parameter.layout is not torch.strided:
@@ -326,6 +351,18 @@ def _resident_spec(
         shape=parameter.shape,
         tier=tier,
     )
+
+
+def _refuse_on_device(parameter: torch.Tensor, name: str, job: Job) -> None:
+    for what, is_there in (
+        ("with several ranks", job.ranks.are_several),
+        ("as shards of fully_shard()", _is_made_of_others(parameter)),
+    ):
+        if is_there:
+            raise NotYet(
+                f"parameters that stay on a device come {what} in a later version: parameter "
+                f"{name!r} is on {parameter.device}"
+            )
 
 
 def _updated_specs(shards: Sequence[Shard], *, keeps_maximum: bool) -> list[types_pb2.ShardSpec]:

@@ -1,0 +1,151 @@
+"""A parameter that an optimizer updates and that stays on a device."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memd_client.base.device_waits import note_device_wait
+from memd_client.base.dynamo import untraced
+from memd_client.core.leases import MODE_OVERWRITE
+from memd_client.device.early_gradient import EarlyGradient
+from memd_client.device.staying_copies import StayingCopies, staying_copies
+from memd_client.errors import InvalidArgument
+from memd_client.updates.resident_target import ResidentTarget
+
+if TYPE_CHECKING:
+    from memd_client.core.job import Job
+
+
+class DeviceTarget(ResidentTarget):
+    """A parameter that stays on a device. Its gradient leaves for its slot during backward, where
+    nobody will change `p.grad` before `step()`, and otherwise then. New values are copied to it in
+    front of what the device does next.
+    """
+
+    def __init__(self, parameter: torch.Tensor, *, job: Job, **others: Any) -> None:
+        """As `ResidentTarget`."""
+        self._device = parameter.device
+        self._copies: StayingCopies = staying_copies(
+            job.unordered_leases, parameter.device, job=job.name
+        )
+        self._early = EarlyGradient()
+        self._is_hooked = False
+        self._checksum: torch.Tensor  # of the value that memd has
+        super().__init__(parameter, job=job, **others)
+        self._hook_if_trainable(parameter)
+
+    def _hook_if_trainable(self, parameter: torch.Tensor) -> None:
+        """torch accepts hooks only for tensors that require a gradient."""
+        if self._is_hooked or not parameter.requires_grad:
+            return
+        handle = parameter.register_post_accumulate_grad_hook(_Leave(self))
+        weakref.finalize(self, handle.remove).atexit = False
+        self._is_hooked = True
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Backward has added to `p.grad`, which may leave. What is in the way, `step()` tells."""
+        parameter, job = self._parameter(), self._job
+        gradient = parameter.grad if parameter is not None else None
+        if (
+            gradient is None
+            or gradient.layout is not torch.strided
+            or gradient.dtype != self._shard.dtype
+            or gradient.device != self._device
+            or job.is_closed
+            or job.is_of_another_process
+            or job.steps.is_in_flight
+            or job.steps.open.is_sealed(self._shard)
+        ):
+            return
+        if self._early.came(gradient):
+            self._send(gradient)
+            self._early.note_left(gradient)
+            self._copies.join_after_backward()
+
+    def _send(self, gradient: torch.Tensor) -> None:
+        lease = partial(self._job.unordered_leases.gradient, self._shard, MODE_OVERWRITE)
+        self._copies.leave(self._shard, gradient, lease)
+
+    def check_gradient(self) -> None:
+        """See `GradientSlot.check`."""
+        self._gradient.check(self.whole_gradient(), self._device)
+
+    def multiply_gradient(self, factor: torch.Tensor) -> None:
+        gradient = self.gradient_for_reading()
+        gradient.mul_(factor.to(gradient.device))
+
+    def set_gradient_to_zero(self) -> None:
+        """torch's `zero_grad` does, perhaps after a backward that has raised."""
+        self._early.forget()
+        self._copies.join()
+
+    def drop_gradient(self) -> bool:
+        """Returns whether the daemon has to drop it too."""
+        has_left = self._early.has_left
+        self._early.forget()
+        return super().drop_gradient() or has_left or self._copies.has_lost
+
+    def seal(self) -> None:
+        """Copies what of value and gradient memd does not have."""
+        self._copies.refuse_lost()
+        self.check_gradient()
+        super().seal()
+
+    def _has_value(self, parameter: torch.Tensor) -> bool:
+        """As of `ResidentTarget`, by checksums: memd's own value would have to come from the host,
+        and perhaps from its disk."""
+        found = self._copies.checksum(parameter)
+        note_device_wait("comparison")
+        return torch.equal(found, self._checksum)
+
+    def _write_value(self, parameter: torch.Tensor) -> None:
+        note_device_wait("write")
+        super()._write_value(parameter)
+        self._checksum = self._copies.checksum(parameter)
+
+    def _give_gradient(self) -> None:
+        gradient = self.gradient_for_reading()
+        if not self._early.is_left(gradient):
+            self._send(gradient)
+        self._early.end_step(gradient)
+
+    def finish(self) -> None:
+        """As of `ResidentTarget`. The device copies the new value before it does anything else."""
+        super().finish()
+        parameter = self._parameter()
+        if parameter is not None:
+            self._hook_if_trainable(parameter)
+
+    def _take_value(self, parameter: torch.Tensor) -> None:
+        with torch.no_grad():
+            self._copies.bring([self._job.leases.value(self._shard)], parameter)
+            self._checksum = self._copies.checksum(parameter)
+
+    def _alive(self) -> torch.Tensor:
+        parameter = super()._alive()
+        if parameter.device != self._device:
+            raise InvalidArgument(
+                f"job {self._job.name!r}: parameter {self._shard.label!r} was on {self._device} "
+                f"when its optimizer was made, and is on {parameter.device} now; make the "
+                "optimizer when the model is where it stays"
+            )
+        return parameter
+
+
+class _Leave:
+    """A hook, which keeps no optimizer."""
+
+    def __init__(self, target: DeviceTarget) -> None:
+        self._target = weakref.ref(target)
+
+    @untraced
+    def __call__(self, parameter: torch.Tensor) -> None:
+        del parameter
+        target = self._target()
+        if target is not None:
+            target.leave()
