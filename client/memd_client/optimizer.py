@@ -27,6 +27,7 @@ from memd_client.transaction.adam_settings import adam_settings, plain_betas, re
 from memd_client.transaction.module_names import without_wrappers
 from memd_client.transaction.shown_states import begin_shown, listing, refuse_changed, show
 from memd_client.updates.clipping import clip_gradients
+from memd_client.updates.device_target import DeviceTarget
 from memd_client.updates.loaded_states import refuse_state, replace_states, state_of
 from memd_client.updates.resident_ranks import note_divided, refuse_apart
 from memd_client.updates.resident_target import ResidentTarget
@@ -35,7 +36,7 @@ from memd_client.updates.targets import (
     Part,
     Target,
     decide_maximum,
-    is_on_device,
+    is_offloaded_to_device,
     needs_name,
     own,
     refuse_orphans,
@@ -106,12 +107,13 @@ class Adam(torch.optim.Optimizer):
         amsgrad: as for torch. The first update of a parameter decides whether it has a
             `max_exp_avg_sq`, which takes 4 bytes an element more.
         state_dtype: only the default in this version.
-        step_in_backward: the update of each offloaded parameter begins during backward, once its
-            gradient is complete; `step()` does the rest, and no value changes before it. The loop
-            and the numbers stay the same. If the learning rate changes before `step()`, or a
-            gradient through `p.grad`, the speculative update is made again. There is one backward
-            a step: a second gradient of a parameter raises InvalidArgument in backward. So do
-            `clip_grad_norm_()` and a GradScaler, which change every gradient after backward.
+        step_in_backward: the update of each parameter that is offloaded, or stays on a device,
+            begins during backward, once its gradient is complete; `step()` does the rest, and no
+            value changes before it. The loop and the numbers stay the same. If the learning rate
+            changes before `step()`, or a gradient through `p.grad`, the speculative update is made
+            again. There is one backward a step: a second gradient of a parameter raises
+            InvalidArgument in backward. So do `clip_grad_norm_()` and a GradScaler, which change
+            every gradient after backward.
         session: needed if no parameter is offloaded.
         tier: where parameters that are not offloaded are kept, as in `offload`. Those that are
             offloaded, and their state, stay in their own tier.
@@ -196,7 +198,7 @@ class Adam(torch.optim.Optimizer):
                 without_wrappers(given[i]) if given else f"optimizer.{position}.{i}"
                 for i in range(len(parameters))
             ]
-            if self._early is not None and any(map(is_on_device, parameters)):
+            if self._early is not None and any(map(is_offloaded_to_device, parameters)):
                 refuse_early()
             targets = own(
                 parameters,
@@ -223,7 +225,7 @@ class Adam(torch.optim.Optimizer):
                 inherited,
             )
         for part in self._targets.parts():
-            if isinstance(part, StreamedTarget):
+            if isinstance(part, StreamedTarget | DeviceTarget):
                 part.update_early(self._early)
         self._show_states()
         self._look_again()
@@ -606,8 +608,8 @@ class Adam(torch.optim.Optimizer):
             note_divided([each for each in updated if isinstance(each, ResidentTarget)], job)
 
     def _expected_groups(self) -> list[session_pb2.StepGroup]:
-        """The groups of a step in which every offloaded parameter has a gradient, but for those
-        of which that step decides whether there is a maximum."""
+        """The groups of a step in which every parameter that is updated early has a gradient, but
+        for those of which that step decides whether there is a maximum."""
         return [
             session_pb2.StepGroup(
                 settings=adam_settings(group),
@@ -615,7 +617,7 @@ class Adam(torch.optim.Optimizer):
                     target.shard.shard_id
                     for p in group["params"]
                     for target in self._targets[id(p)].parts
-                    if isinstance(target, StreamedTarget)
+                    if isinstance(target, StreamedTarget | DeviceTarget)
                     and not target.shard.is_bytes
                     and target.takes(amsgrad=bool(group["amsgrad"]))
                 ],

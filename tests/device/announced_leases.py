@@ -113,6 +113,11 @@ class _AnnouncedPlane:
         if shard_id in self._updates:
             self._updates[shard_id].take()
 
+    def gradient_is_final(self, shard_id: int) -> None:
+        """The daemon may begin to read it."""
+        self._slots.read(self._gradients[shard_id])
+        self._plane.gradient_is_final(shard_id)
+
     def _watch(self, lease: torch.Tensor) -> None:
         slot = self._slot_of(lease)
         self._slots.begin(slot)

@@ -368,11 +368,6 @@ def test_between_step_and_commit_a_parameter_is_not_used(session: Session) -> No
 # --- what comes later -----------------------------------------------------------------------------
 
 
-def test_updates_in_backward(session: Session) -> None:
-    with pytest.raises(NotYet, match="step_in_backward=True with parameters on a device"):
-        staying(session, step_in_backward=True)
-
-
 def test_several_ranks(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(Ranks, "are_several", property(lambda _: True))

@@ -34,10 +34,14 @@ _numbers = itertools.count()
 
 
 @contextmanager
-def connected(daemon: Daemon, patch: pytest.MonkeyPatch) -> Iterator[Session]:
+def connected(
+    daemon: Daemon, patch: pytest.MonkeyPatch, *, durability: str = "none"
+) -> Iterator[Session]:
     """A job of its own, whose memory the simulation knows. No end of a lease may race."""
     job = f"device{next(_numbers)}"
-    session = memd_client.connect(daemon.address, job=job, host_bytes="48MiB", durability="none")
+    session = memd_client.connect(
+        daemon.address, job=job, host_bytes="48MiB", durability=durability
+    )
     with registered_arena(session), announced_leases(session, patch) as races:
         try:
             yield session

@@ -51,11 +51,15 @@ class Departures:
         self._staged_bytes = 0
 
     def overwrite(
-        self, shard: Shard, gradient: torch.Tensor, lease: Callable[[], torch.Tensor]
+        self,
+        shard: Shard,
+        gradient: torch.Tensor,
+        lease: Callable[[], torch.Tensor],
+        then: Callable[[], None] | None = None,
     ) -> None:
         """Copies `gradient` into the slot that `lease` leases, over one that is on its way there;
-        returns at once."""
-        self._depart(shard, self._leaving_for(shard, lease), gradient, None)
+        returns at once. When the copy has passed, and the lease has ended, `then` is called."""
+        self._depart(shard, self._leaving_for(shard, lease), gradient, None, then)
 
     def add(self, shard: Shard, part: torch.Tensor, lease: Callable[[], torch.Tensor]) -> None:
         """Adds to the gradient in the slot, in the order of these calls; returns at once."""
@@ -88,6 +92,7 @@ class Departures:
         leaving: _Leaving,
         gradient: torch.Tensor,
         staged: torch.Tensor | None,
+        then: Callable[[], None] | None = None,
     ) -> None:
         """Copies it into its slot, or to where it waits to be added there."""
         try:
@@ -103,6 +108,8 @@ class Departures:
             raise
         del target
         self._thread.after(copied, partial(self._arrive, shard, leaving, staged))
+        if then is not None:
+            self._thread.after(None, then)
 
     def _arrive(self, shard: Shard, leaving: _Leaving, staged: torch.Tensor | None) -> None:
         try:

@@ -25,6 +25,11 @@ class EarlyGradient:
         self._left: Seen | None = None  # as memd has it, or will
 
     @property
+    def has_come(self) -> bool:
+        """There was a backward since the last step."""
+        return self._count > 0
+
+    @property
     def has_left(self) -> bool:
         return self._left is not None
 

@@ -50,10 +50,15 @@ class StayingCopies:
     # --- gradients --------------------------------------------------------------------------------
 
     def leave(
-        self, shard: Shard, gradient: torch.Tensor, lease: Callable[[], torch.Tensor]
+        self,
+        shard: Shard,
+        gradient: torch.Tensor,
+        lease: Callable[[], torch.Tensor],
+        then: Callable[[], None] | None = None,
     ) -> None:
-        """Copies `gradient` into the slot that `lease` leases, over what is on its way there."""
-        self._departures.overwrite(shard, gradient, lease)
+        """Copies `gradient` into the slot that `lease` leases, over what is on its way there. A
+        thread calls `then` when it has arrived."""
+        self._departures.overwrite(shard, gradient, lease, then)
 
     def join_after_backward(self) -> None:
         """In backward: what comes behind it may change the gradients, and the device waits for

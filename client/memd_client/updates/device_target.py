@@ -17,7 +17,10 @@ from memd_client.errors import InvalidArgument
 from memd_client.updates.resident_target import ResidentTarget
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from memd_client.core.job import Job
+    from memd_client.parameters.early import EarlyUpdates
 
 
 class DeviceTarget(ResidentTarget):
@@ -33,6 +36,7 @@ class DeviceTarget(ResidentTarget):
             job.unordered_leases, parameter.device, job=job.name
         )
         self._early = EarlyGradient()
+        self._updates: weakref.ref[EarlyUpdates] | None = None
         self._is_hooked = False
         self._checksum: torch.Tensor  # of the value that memd has
         super().__init__(parameter, job=job, **others)
@@ -45,6 +49,10 @@ class DeviceTarget(ResidentTarget):
         handle = parameter.register_post_accumulate_grad_hook(_Leave(self))
         weakref.finalize(self, handle.remove).atexit = False
         self._is_hooked = True
+
+    def update_early(self, early: EarlyUpdates | None) -> None:
+        """From now on `early` is told of each gradient, for as long as it lives."""
+        self._updates = weakref.ref(early) if early is not None else None
 
     @torch.no_grad()
     def leave(self) -> None:
@@ -62,14 +70,20 @@ class DeviceTarget(ResidentTarget):
             or job.steps.open.is_sealed(self._shard)
         ):
             return
+        updates = self._updates() if self._updates is not None else None
+        if updates is not None and self._early.has_come:
+            updates.refuse_second(job, self._shard)
         if self._early.came(gradient):
-            self._send(gradient)
+            self._send(gradient, None if updates is None else partial(self._begin_update, updates))
             self._early.note_left(gradient)
             self._copies.join_after_backward()
 
-    def _send(self, gradient: torch.Tensor) -> None:
+    def _begin_update(self, updates: EarlyUpdates) -> None:
+        updates.gradient_is_final(self._job, self._shard, self._job.unordered_leases)
+
+    def _send(self, gradient: torch.Tensor, then: Callable[[], None] | None = None) -> None:
         lease = partial(self._job.unordered_leases.gradient, self._shard, MODE_OVERWRITE)
-        self._copies.leave(self._shard, gradient, lease)
+        self._copies.leave(self._shard, gradient, lease, then)
 
     def check_gradient(self) -> None:
         """See `GradientSlot.check`."""

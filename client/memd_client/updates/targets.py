@@ -54,12 +54,8 @@ def needs_name(parameter: torch.Tensor) -> bool:
     return not is_in_memd(parameter) and not _is_empty(parameter)
 
 
-def is_on_device(parameter: torch.Tensor) -> bool:
-    """Whether it is used on one, offloaded or not."""
-    entries = entries_of(parameter)
-    return any(entry.shard.is_on_device for entry in entries) or (
-        not entries and parameter.device.type != "cpu"
-    )
+def is_offloaded_to_device(parameter: torch.Tensor) -> bool:
+    return any(entry.shard.is_on_device for entry in entries_of(parameter))
 
 
 def own(
@@ -177,7 +173,7 @@ def _resident(
     made = {}
     with first.storing(new_names):
         for (parameter, _), shard in zip(parameters, declared, strict=True):
-            kind = DeviceTarget if is_on_device(parameter) else ResidentTarget
+            kind = DeviceTarget if not parameter.is_cpu else ResidentTarget
             made[id(parameter)] = kind(
                 parameter,
                 shard=Shard.of(shard),
