@@ -78,7 +78,7 @@ CLIENT_PACKAGES = {
             "casts",
             "views",
         ),
-        *("given_memory", "thread_uses", "residency"),
+        *("given_memory", "thread_uses", "value_count", "old_users", "residency"),
         *("parameter", "saved_tensors", "away", "in_place", "tiles", "placement"),
         *("stored_bytes", "saved_activations", "module_hooks"),
         *("unnamed", "unnamed_parameter", "gathered_tiles", "whole_values", "model_tensors"),

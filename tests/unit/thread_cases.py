@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memd_client
-from memd_client.parameters import residency
+from memd_client.parameters import old_users
 from tests.unit.client_cases import Mlp, assert_same_state, batch, leases_held, loss_of
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ class TestThreads:
         self, mlp: tuple[Mlp, Mlp], session: Session, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         model, reference = mlp
-        monkeypatch.setattr(residency, "_LEAVE_S", 0.1)
+        monkeypatch.setattr(old_users, "_LEAVE_S", 0.1)
         ours = memd_client.AdamW(model.parameters(), lr=1e-2)
         torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
         loss_of(model).backward()

@@ -6,19 +6,17 @@ autograd checks them when it accumulates.
 
 from __future__ import annotations
 
-import time
 import weakref
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from threading import Condition, RLock
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from memd_client.base.interrupts import safe_point
 from memd_client.core.leases import MODE_READ
 from memd_client.errors import MemdError, NotResident
 from memd_client.parameters.casts import Casts, is_autocasting
@@ -33,14 +31,14 @@ from memd_client.parameters.given_memory import (
 )
 from memd_client.parameters.hole import make_hole, name_in_messages
 from memd_client.parameters.lazy import LazyTensor
+from memd_client.parameters.old_users import OldUsers
 from memd_client.parameters.thread_uses import (
     add_use,
     is_in_place_here,
     must_wait,
-    note_step,
     remove_use,
-    this_thread,
 )
+from memd_client.parameters.value_count import ValueCount
 from memd_client.parameters.views import KeptViews, is_same_bits
 
 if TYPE_CHECKING:
@@ -71,12 +69,6 @@ _PROXY: Any = torch._C._TorchDispatchModeKey.PROXY  # of make_fx and torch.expor
 # for as long as the storage lives, so a view that outlives its module call still has it. A table
 # by identity would cost 1 µs more of each lease.
 _SOURCE = "_memd_residency"
-
-# How long a use waits until other threads have left a value that a step has outdated. They are in
-# module calls, which take no longer than a lease, or in gather().
-_LEAVE_S = 60.0
-# A step that failed outdates nothing, and wakes nobody.
-_LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -121,13 +113,9 @@ class Residency:
         self._hole = make_hole(shard.shape, shard.dtype, shard.device)
         name_in_messages(parameter, f"job {job.name!r}: the bytes of parameter {shard.label!r}")
         self._lock = RLock()
-        self._old_users_left = Condition(self._lock)
         self._user_count = 0
+        self._old_users = OldUsers.under(self._lock)
         self._is_lent = False
-        # The clock when a step took the parameter while other threads used it, until they have
-        # left; otherwise 0. And how the value that they use was named.
-        self._outdated_at, self._outdated_count = 0, 0
-        self._is_outdated_by_update = False  # by the last step, and not by one before it
         # While the bytes are in place to be written. The user may give the parameter other memory,
         # whose bytes are copied here in the end.
         self._written_lease: torch.Tensor | None = None
@@ -138,10 +126,7 @@ class Residency:
         # torch's version of the parameter when its bytes were put away or in place: torch counts
         # the changes of it, and of tensors that share its bytes.
         self._version = parameter._version
-        self._write_count = 0
-        # `_write_count` before the update of the last step, and after it.
-        self._updated_from, self._updated_count = 0, 0
-        self._undone_count = 0  # changes after `_write_count` that were undone
+        self._count = ValueCount()
         # `detach()` of the parameter while it is away is a view of this.
         self._shown: weakref.ref[LazyTensor] | None = None
         self._shown_bytes: weakref.ref[OwnBytes] | None = None
@@ -173,29 +158,26 @@ class Residency:
     @property
     def write_count(self) -> int:
         """Names the value by the number of its changes, those included that are in place and not
-        in memd yet. The name of an update that was undone is not used again: autograd could take
-        what it saved under that name for the later value."""
+        in memd yet."""
         parameter = self._parameter()
         if parameter is None:
-            return self._write_count
+            return self._count.now
         with torch._C.DisableTorchFunctionSubclass():
             change_count = parameter._version - self._version
-        if not change_count:
-            return self._write_count
-        return self._write_count + self._undone_count + change_count
+        return self._count.after(change_count)
 
     def count_of(self, view: torch.Tensor) -> int:
         """`write_count` of the value that `view` shows."""
         count = self.write_count  # before the next look: see `begin_update`
-        if not self._outdated_at:
+        if not self._old_users.outdated_at:
             return count
         with self._lock:
             parameter = self._parameter()
-            if self._outdated_at and parameter is not None:
+            if self._old_users.outdated_at and parameter is not None:
                 with torch._C.DisableTorchFunctionSubclass():
                     address = parameter.untyped_storage().data_ptr()
                 if view.untyped_storage().data_ptr() == address:
-                    return self._outdated_count
+                    return self._old_users.value_count
             return self.write_count
 
     def fetch(self, parameter: torch.Tensor, uses: ThreadUses, *, mode: int = MODE_READ) -> None:
@@ -212,7 +194,7 @@ class Residency:
         """As `fetch` for reading, if that takes no request and no wait. Otherwise nothing
         changes."""
         with self._lock:
-            if self._outdated_at and must_wait(uses, self._outdated_at):
+            if self._old_users.outdated_at and must_wait(uses, self._old_users.outdated_at):
                 return False
             if not self._user_count:
                 lease = self._leases_for(parameter).resident(self._shard)
@@ -247,7 +229,7 @@ class Residency:
                     residency, parameter, uses = use
                     with ExitStack() as lock:
                         lock.enter_context(residency._lock)
-                        if must_wait(uses, residency._outdated_at):
+                        if must_wait(uses, residency._old_users.outdated_at):
                             break
                         if residency._join_users(mode):
                             residency._user_count += 1
@@ -302,7 +284,7 @@ class Residency:
                     shown = changed
                     if shown is None and not is_for_reading and self._views:
                         shown = parameter.detach().clone()
-                    is_current = not is_changed and not self._outdated_at
+                    is_current = not is_changed and not self._old_users.outdated_at
                 except BaseException:
                     self._hand_casts_back(None)
                     # A device's copy has what was written there.
@@ -334,11 +316,11 @@ class Residency:
                     # As a write through a view that has ended: the next look takes it to memd.
                     self._views.forget_ended()
                     if self._job.ranks.is_first:  # otherwise it was refused, and is lost
-                        self._views.keep_ended(changed, self._write_count)
+                        self._views.keep_ended(changed, self._count.now)
                         self._version -= max(change_count, 1)
                     raise
             if shown is not None:
-                self._views.show(shown, self._write_count)
+                self._views.show(shown, self._count.now)
             elif had_views or self._job.has_written_leases:
                 self._take_written(0)
             if is_contradicted:
@@ -357,7 +339,7 @@ class Residency:
             if parameter._version != self._version:
                 return False
             if self._casts is not None:
-                if self._outdated_at:
+                if self._old_users.outdated_at:
                     self._casts.hand_back(None)
                 else:
                     self._casts.drop()
@@ -381,7 +363,7 @@ class Residency:
                 self._job.unordered_leases.of(self._shard), self._lease, parameter
             ):
                 return None
-            if self._outdated_at:
+            if self._old_users.outdated_at:
                 raise MemdError(
                     f"job {self._job.name!r}: parameter {self._shard.label!r} was changed by a "
                     "thread that has had its value since before a step, and the change is lost; "
@@ -424,7 +406,7 @@ class Residency:
             self._views.keep_memory(
                 weakref.ref(value.untyped_storage()), int(value.storage_offset())
             )
-            self._views.show(value, self._write_count)
+            self._views.show(value, self._count.now)
 
     def replace_in_place(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         """For `parameter.data = value` while the bytes are in place."""
@@ -479,7 +461,7 @@ class Residency:
             with self._lock:
                 self._note_changes(1)
                 if self._views:
-                    self._views.show(self._job.leases.value(self._shard), self._write_count)
+                    self._views.show(self._job.leases.value(self._shard), self._count.now)
 
         return show
 
@@ -489,7 +471,7 @@ class Residency:
         """
         with self._lock:
             parameter = self._parameter()
-            if self._user_count and not self._outdated_at and parameter is not None:
+            if self._user_count and not self._old_users.outdated_at and parameter is not None:
                 self._job.unordered_leases.of(self._shard).join(self._shard)
                 with torch._C.DisableTorchFunctionSubclass():
                     return parameter.detach()
@@ -509,7 +491,7 @@ class Residency:
     def _read(self) -> torch.Tensor:
         """The bytes that are in place, or a lease."""
         parameter = self._parameter()
-        if self._user_count and not self._outdated_at and parameter is not None:
+        if self._user_count and not self._old_users.outdated_at and parameter is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 return parameter.detach()
         return self._job.leases_of(self._shard).value(self._shard, MODE_READ)
@@ -544,45 +526,25 @@ class Residency:
     def begin_update(self) -> None:
         """A step will change the value."""
         self._hand_casts_back(self._read)
-        self._updated_from = self._write_count
-        self._is_outdated_by_update = bool(self._user_count) and not self._outdated_at
-        if self._user_count:
-            now = note_step(this_thread.uses)
-            # A thread that uses the value of an earlier step still does.
-            if self._is_outdated_by_update:
-                # In this order: `count_of` looks at them in the other.
-                self._outdated_count = self._write_count
-                self._outdated_at = now
+        self._count.begin_update()
+        self._old_users.begin_update(self._user_count, self._count.now)
         self._note_changes(1)
-        self._updated_count = self._write_count
+        self._count.end_update()
 
     def undo_update(self) -> None:
         """That step was not made: the value is the one before it."""
         # Without the lock: a thread that holds it may wait, in a lease, for this step to settle.
-        if self._is_outdated_by_update:
-            self._outdated_at = 0
-        if self._write_count == self._updated_count:
-            self._undone_count = self._write_count - self._updated_from
-            self._write_count = self._updated_from
+        self._old_users.undo_update()
+        self._count.undo_update()
         # The daemon shows a new value before its step is committed, and a device may have it.
         self._job.unordered_leases.of(self._shard).note_change(self._shard)
 
     def _wait_while_outdated(self, uses: ThreadUses) -> None:
         """The caller has the lock, and no other parameter's."""
-        if not must_wait(uses, self._outdated_at):
+        if not must_wait(uses, self._old_users.outdated_at):
             return
         self._job.leases_of(self._shard)  # refuses what waiting does not help
-        deadline = time.monotonic() + _LEAVE_S
-        while must_wait(uses, self._outdated_at):
-            safe_point()
-            if not self._old_users_left.wait(min(_LOOK_S, deadline - time.monotonic())):
-                if time.monotonic() < deadline:
-                    continue
-                raise MemdError(
-                    f"job {self._job.name!r}: parameter {self._shard.label!r} is still in use by "
-                    f"another thread, {_LEAVE_S:.0f} s after a step has replaced that value; leave "
-                    "gather() and module calls there"
-                )
+        self._old_users.wait(uses, f"job {self._job.name!r}: parameter {self._shard.label!r}")
 
     def _join_users(self, mode: int) -> bool:
         """Whether the bytes are in place already, for `mode`."""
@@ -610,8 +572,7 @@ class Residency:
         shown = self._shown() if self._shown is not None else None
         if shown is not None:
             shown.note_change()
-        self._write_count += self._undone_count + count
-        self._undone_count = 0
+        self._count.note_changes(count)
         self._job.unordered_leases.of(self._shard).note_change(self._shard)
 
     def _leases_for(self, parameter: torch.Tensor) -> ParameterLeases:
@@ -659,7 +620,7 @@ class Residency:
         is_of_others = not self._job.ranks.is_first
         counted = not is_of_others and all(
             (change_count > 0 or each.is_shared)
-            and each.write_count == self._write_count
+            and each.write_count == self._count.now
             and is_same_bits(each.value, written[0].value)
             for each in written
         )
@@ -671,7 +632,7 @@ class Residency:
             try:
                 leases.write(self._shard, value)
             except BaseException:
-                self._views.keep_ended(value, self._write_count)
+                self._views.keep_ended(value, self._count.now)
                 raise
         else:
             self._views.forget_ended()
@@ -681,7 +642,7 @@ class Residency:
             if change_count:
                 self._note_changes(change_count)
             self._job.mark_written()
-        self._views.show(value, self._write_count)
+        self._views.show(value, self._count.now)
         if is_of_others:
             raise _refused_write(
                 self._job,
@@ -732,7 +693,7 @@ class Residency:
         # Without the lock: a thread that holds it may wait, in a lease, for this step to settle.
         if self.is_viewed:
             value = self._job.leases_of(self._shard).value(self._shard)
-            self._views.catch_up(value, self._write_count)
+            self._views.catch_up(value, self._count.now)
 
     def _put_in_place(self, parameter: torch.Tensor, lease: torch.Tensor, mode: int) -> None:
         storage = lease.untyped_storage()
@@ -763,11 +724,10 @@ class Residency:
         lease, self._lease = self._lease, None
         if lease is not None and lease() is not None:
             self._views.keep(
-                lease, self._outdated_count if self._outdated_at else self._write_count
+                lease,
+                self._old_users.value_count if self._old_users.outdated_at else self._count.now,
             )
-        if self._outdated_at:
-            self._outdated_at = 0
-            self._old_users_left.notify_all()
+        self._old_users.leave()
 
 
 def _lease_together(absent: Held, mode: int) -> list[torch.Tensor]:
