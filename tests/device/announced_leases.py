@@ -54,6 +54,11 @@ class _Slots:
         with self._pages_of(slot):
             SIM.host_touches(slot, writes=False)
 
+    def read_if_free(self, slot: torch.Tensor) -> None:
+        with self._pages_of(slot):
+            if not self._counts[slot.data_ptr()]:
+                SIM.host_touches(slot, writes=False)
+
     @contextmanager
     def _pages_of(self, slot: torch.Tensor) -> Iterator[None]:
         first, last = slot.data_ptr() // _PAGE, (slot.data_ptr() + slot.nbytes - 1) // _PAGE
@@ -114,8 +119,9 @@ class _AnnouncedPlane:
             self._updates[shard_id].take()
 
     def gradient_is_final(self, shard_id: int) -> None:
-        """The daemon may begin to read it."""
-        self._slots.read(self._gradients[shard_id])
+        """The daemon may begin to read it, and does nothing while its slot is leased: then it is
+        changed since."""
+        self._slots.read_if_free(self._gradients[shard_id])
         self._plane.gradient_is_final(shard_id)
 
     def _watch(self, lease: torch.Tensor) -> None:
