@@ -248,6 +248,19 @@ def test_gradients_leave_in_the_last_backward_unless_they_change_behind_it(
     assert step(1, nothing) == {"backward 0": count}
 
 
+def test_nothing_leaves_in_a_backward_that_is_captured(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulation has no graphs."""
+    model, optimizer = staying(session)
+    with monkeypatch.context() as patched:
+        patched.setattr(StayingCopies, "may_leave", False)
+        patched.setattr(StayingCopies, "leave", None)
+        backward(model, 0)
+    optimizer.step()
+    assert session.committed_step == 1
+
+
 def test_the_training_thread_waits_for_the_device_to_compare_values_alone(
     session: Session,
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import memd_client
-from tests.device.offloaded import LOOPS, Loop, batch, budget_bytes, reference, train
+from tests.device.offloaded import LOOPS, RATE, Loop, batch, budget_bytes, reference, train
 from tests.device.offloaded_models import MODELS, build
 
 if TYPE_CHECKING:
@@ -66,6 +66,42 @@ def test_training_of_parameters_that_stay_there_has_the_same_bits(
             session.drop_job()
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
+
+
+def test_a_captured_backward_of_parameters_that_stay_there(daemon: Daemon) -> None:
+    """Each replay makes other gradients in the same memory, under the same version."""
+    with memd_client.connect(
+        daemon.address, job="gpu", host_bytes="48MiB", durability="none"
+    ) as session:
+        model, plain = build("mlp").to("cuda"), build("mlp").to("cuda")
+        optimizer = memd_client.AdamW(model.named_parameters(), lr=RATE, session=session)
+        host = [torch.nn.Parameter(each.detach().cpu()) for each in plain.parameters()]
+        reference_optimizer = torch.optim.AdamW(host, lr=RATE, fused=True)
+        x = batch(0).to("cuda")
+        for module in (model, plain):  # as capturing asks for
+            with torch.cuda.stream(torch.cuda.Stream()):
+                module(x).backward()
+            torch.cuda.synchronize()
+        optimizer.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            model(x).backward()
+        for step in range(3):
+            x.copy_(batch(step))
+            graph.replay()
+            optimizer.step()
+            plain.zero_grad()
+            plain(x).backward()
+            with torch.no_grad():
+                for there, here in zip(plain.parameters(), host, strict=True):
+                    assert there.grad is not None
+                    here.grad = there.grad.cpu()
+                reference_optimizer.step()
+                for there, here in zip(plain.parameters(), host, strict=True):
+                    there.copy_(here)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one, other)
+        session.drop_job()
 
 
 def test_a_graph_is_refused(daemon: Daemon) -> None:

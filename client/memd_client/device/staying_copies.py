@@ -60,6 +60,12 @@ class StayingCopies:
         thread calls `then` when it has arrived."""
         self._departures.overwrite(shard, gradient, lease, then)
 
+    @property
+    def may_leave(self) -> bool:
+        """Whether a copy that begins now is made now, and once. In a CUDA graph that is captured it
+        would be made by each replay, into a slot that is another one's by then."""
+        return self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
     def join_after_backward(self) -> None:
         """In backward: what comes behind it may change the gradients, and the device waits for
         their copies before."""

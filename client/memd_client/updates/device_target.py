@@ -68,6 +68,7 @@ class DeviceTarget(ResidentTarget):
             or job.is_of_another_process
             or job.steps.is_in_flight
             or job.steps.open.is_sealed(self._shard)
+            or not self._copies.may_leave
         ):
             return
         updates = self._updates() if self._updates is not None else None
