@@ -52,6 +52,7 @@ CLIENT_PACKAGES = {
             "budget",
             "use_order",
             "event_thread",
+            "arrivals",
             "deferred_step",
             "copies",
             "departures",

@@ -21,9 +21,9 @@ import torch
 from memd_client.base.device_waits import note_device_wait
 from memd_client.base.sizes import format_size
 from memd_client.core.leases import MODE_OVERWRITE, MODE_READ, MODE_WRITE
+from memd_client.device.arrivals import Arrivals
 from memd_client.device.copies import Box, DeviceCopies, Wanted
 from memd_client.device.departures import Departures
-from memd_client.device.event_thread import EventThread
 from memd_client.device.space import aligned
 from memd_client.device.use_order import UseOrder
 from memd_client.errors import CapacityError, MemdError, NotYet
@@ -78,7 +78,7 @@ class DeviceLeases:
         )
         self._budget = budget
         self._registration = leases.registration
-        self._arrivals = EventThread("memd-arrivals")
+        self._arrivals = Arrivals(device, job=job)
         self._departures = Departures(device, leases.registration, job=job)
         self._is_closed = False
 
@@ -300,12 +300,7 @@ class DeviceLeases:
     def _refuse_modes(self, shard: Shard) -> None:
         if self._is_closed:
             raise _closed(self._job)
-        error = self._arrivals.error
-        if error is not None:
-            raise MemdError(
-                f"job {self._job!r}: a value did not reach {self._device}, so what it computes is "
-                f"wrong; end the process and resume the job: {error}"
-            )
+        self._arrivals.refuse_lost()
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotYet(
                 f"job {self._job!r}: transforms of torch.func over parameters on {self._device}, "

@@ -10,10 +10,9 @@ import torch
 from torch.autograd import Variable
 
 from memd_client.base.dynamo import untraced
+from memd_client.device.arrivals import Arrivals
 from memd_client.device.departures import Departures
 from memd_client.device.device_checksums import DeviceChecksums
-from memd_client.device.event_thread import EventThread
-from memd_client.errors import MemdError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,12 +34,11 @@ class StayingCopies:
     def __init__(self, device: torch.device, registration: HostRegistration, *, job: str) -> None:
         self._device = device
         self._registration = registration
-        self._job = job
         self._lock = threading.Lock()
         self._graph_task: int | None = None  # the backward at whose end `join` is called
         self._checksums = DeviceChecksums(device)
         self._departures = Departures(device, registration, job=job)
-        self._arrivals = EventThread("memd-arrivals")
+        self._arrivals = Arrivals(device, job=job)
         self._is_closed = False
 
     @property
@@ -115,12 +113,7 @@ class StayingCopies:
         Raises:
             MemdError: a value did not reach the device.
         """
-        error = self._arrivals.error
-        if error is not None:
-            raise MemdError(
-                f"job {self._job!r}: a value did not reach {self._device}, so what it computes is "
-                f"wrong; end the process and resume the job: {error}"
-            )
+        self._arrivals.refuse_lost()
 
     # --- the device's traffic ---------------------------------------------------------------------
 
