@@ -23,9 +23,8 @@ from google.protobuf.message import DecodeError
 from memd import __version__
 from memd.identity import UidIdentity
 from memd.owner import Owner, tenant_of
-from memd.peers import Peer, Session
+from memd.peers import Peer, Session, by_whom
 from memd.refusal import Refused, StatusCode
-from memd.users import by_whom
 from memd_native import StatusError
 from memd_native.protocol import SPOKEN
 from memd_proto.v1 import attach_pb2, types_pb2

@@ -13,7 +13,7 @@ import select
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from memd.owner import Owner, owner_by_uid
+from memd.owner import OWN_TENANT, Owner, owner_by_uid
 from memd.refusal import Refused, StatusCode
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ _POD = re.compile(
     r"(?:pod|(?:kubelet-)?kubepods(?:-burstable|-besteffort)?-pod)"
     r"([0-9a-f]{8}(?:[-_]?[0-9a-f]{4}){3}[-_]?[0-9a-f]{12})(?:\.slice)?"
 )
-# The tenant of commands in the daemon's own container, which administer all jobs.
-OWN_TENANT = "memd"
 
 
 class Identity(Protocol):

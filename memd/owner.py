@@ -11,6 +11,9 @@ from memd.users import user_name
 if TYPE_CHECKING:
     from memd_native import JobInfo
 
+# The tenant of commands in the daemon's own container, which administer all jobs.
+OWN_TENANT = "memd"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owner:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from memd.owner import Owner, owner_by_uid
 from memd.refusal import Quota, Refused, StatusCode
+from memd.users import user_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -291,3 +292,9 @@ class Peers:
     def all(self) -> list[Peer]:
         with self._lock:
             return list(self._by_token.values())
+
+
+def by_whom(peer: Peer) -> dict[str, object]:
+    """The user of an event of the log, the process, and the tenant where there are some."""
+    tenant = {"tenant": peer.owner.tenant} if peer.owner.tenant else {}
+    return {**tenant, "user": user_name(peer.uid), "uid": peer.uid, "pid": peer.pid}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import jwt
 
-from memd.identity import OWN_TENANT
+from memd.owner import OWN_TENANT
 from memd.refusal import Refused, StatusCode
 
 if TYPE_CHECKING:

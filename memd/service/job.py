@@ -8,12 +8,12 @@ import time
 from typing import TYPE_CHECKING
 
 from memd.attach import send_export
+from memd.peers import by_whom
 from memd.refusal import Refused, StatusCode
 from memd.service import access, wire
 from memd.service.export_memories import ExportMemories
 from memd.service.piece_memory import PieceMemory
 from memd.service.snapshot_stream import SnapshotStream
-from memd.users import by_whom
 from memd_proto.v1 import job_pb2
 
 if TYPE_CHECKING:

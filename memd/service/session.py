@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 from memd import __version__
 from memd.attach import send_session
-from memd.peers import Session
+from memd.peers import Session, by_whom
 from memd.refusal import Quota, Refused, StatusCode
 from memd.service import access, wire
 from memd.service.declarations import Declarations
 from memd.service.places import STEPS
 from memd.service.ranks import RankCall, RankCalls, merged_step, refuse_other_counts
-from memd.users import by_whom
 from memd_native import RANKS_MAX, StatusError
 from memd_native.protocol import SPOKEN, versions_said
 from memd_proto.v1 import session_pb2

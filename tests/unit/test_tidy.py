@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -348,6 +349,28 @@ def test_modules_of_the_client_import_only_those_before_them() -> None:
         if imported not in CLIENT_LAYERS[: CLIENT_LAYERS.index(name)]
     ]
     assert not wrong
+
+
+def daemon_imports(path: Path) -> set[str]:
+    """Dotted names that may be modules of the daemon."""
+    return {
+        name
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module
+        for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+    }
+
+
+def test_modules_of_the_daemon_import_each_other_in_no_circle() -> None:
+    """Not for types either."""
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in (ROOT / "memd").rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    imported = {name: daemon_imports(path) & paths.keys() for name, path in paths.items()}
+    assert sum(len(each) for each in imported.values()) > len(paths)
+    assert set(TopologicalSorter(imported).static_order()) == paths.keys()
 
 
 def test_packages_of_the_client_hold_modules_alone() -> None:
