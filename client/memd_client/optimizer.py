@@ -309,7 +309,7 @@ class Adam(torch.optim.Optimizer):
                     self._only_transaction().skip()
                 else:
                     scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-                    # As for torch's operators, wherever gradients are.
+                    # A scalar on the host divides gradients on any device.
                     self._step(scale.cpu() if scale is not None else None)
         except BaseException:
             # A GradScaler deletes it after a step, and multiplies by one that is left over.

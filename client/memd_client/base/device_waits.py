@@ -9,7 +9,8 @@ from collections import Counter
 from typing import Literal
 
 # Another size of the memory of parameters; a value that the program writes; a view that it has
-# kept, and may have written; a gradient that it reads or drops; room on the host for what leaves.
+# kept, or a parameter that stays on the device, and its gradient, which it may have written; a
+# gradient that it reads or drops; room on the host for what leaves.
 WaitedFor = Literal["resize", "write", "comparison", "gradient", "room"]
 
 _lock = threading.Lock()

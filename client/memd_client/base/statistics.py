@@ -26,8 +26,9 @@ class SessionStatistics:
     registered_bytes: int  # host memory that a device's driver has registered for copies
     registration_refusals: int  # how often it has refused: such copies are slower
     # How often threads of the trainer have waited for a device, in this process: for a "resize" of
-    # the memory of parameters, the "write" of a value, the "comparison" of a view that was kept, a
-    # "gradient" that was leaving, or "room" in host memory.
+    # the memory of parameters, the "write" of a value, the "comparison" of a view that was kept,
+    # or of a parameter that stays there and its gradient, a "gradient" that was leaving, or "room"
+    # in host memory.
     waited_for: dict[str, int]
     # All leases of this process together, waits for the step before them included.
     lease_wait_seconds: float

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 class Arrivals(EventThread):
-    """The thread that waits for them. Whoever uses a value asks first whether all have come."""
+    """The thread that waits for them. Before a value is used, `refuse_lost` raises if a copy is
+    known to have failed."""
 
     def __init__(self, device: torch.device, *, job: str) -> None:
         super().__init__("memd-arrivals")

@@ -122,7 +122,7 @@ class DeviceBudget:
     def note_need(self, needed_bytes: int) -> bool:
         """The program uses so much at once. Returns whether the size has grown; one that the
         program has chosen stays."""
-        # The next one that is used at once needs more than this.
+        # Doubled, as the next parameter that is used at once needs more again.
         size_bytes = min(max(2 * self._size_bytes, aligned(needed_bytes)), self._wanted_bytes)
         if self._is_chosen or size_bytes <= self._size_bytes:
             return False

@@ -94,8 +94,8 @@ class DeviceCopies:
         another. If it has none for a larger range, the range has the old size.
 
         Args:
-            is_needed: the leases are of one use, which finds no room here. It gets another range,
-                beside however many it has.
+            is_needed: the leases belong to a use that finds no room: it moves to a new range even
+                if older ones are leased.
 
         Raises:
             torch.OutOfMemoryError: there is no room for a smaller range, or none for one of the old

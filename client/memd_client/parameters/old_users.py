@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Condition, RLock
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ class OldUsers:
     _outdated_at: int = 0
     # How the value that they use was named.
     _value_count: int = 0
-    _is_by_update: bool = field(default=False)  # by the last step, and not by one before it
+    _is_by_update: bool = False  # by the last step, and not by one before it
 
     @staticmethod
     def under(lock: RLock) -> OldUsers:

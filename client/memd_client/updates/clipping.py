@@ -57,7 +57,7 @@ def clip_gradients(
             f"clipped: {total_norm.item()}"
         )
     factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
-    # As torch, which waits for no device. Otherwise nothing is changed for 1; NaN is another.
+    # On a device always, as torch does: a comparison would wait. A factor of 1 changes nothing.
     if not factor.is_cpu or factor != 1.0:
         _scale(targets, factor, job)
     return total_norm
