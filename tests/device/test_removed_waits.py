@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from memd_client.device import (
 from memd_client.device.activation_copies import ActivationCopies, AwayBytes
 from memd_client.device.event_thread import EventThread
 from memd_client.parameters import gradients, lazy, saved_activations
+from memd_client.transaction.transaction import Transaction
 from tests.device.offloaded import LOOPS, MIXED_LOOPS, Loop, batch
 from tests.device.offloaded_models import build
 from tests.device.removed_statements import Statement, removed, statements
@@ -34,7 +36,7 @@ from tests.device.staying import stayed
 from tests.device.trained import connected, trained
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from tests.daemons import Daemon
 
@@ -73,6 +75,25 @@ def train(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
 def stay(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
     """Gradients change when they have left."""
     stayed(daemon, patch, "mlp", LOOPS[2])
+
+
+def settle_elsewhere(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
+    """Another thread settles a step, and new values come on its stream."""
+    plain, side = Transaction._settle_values, torch.Stream(device="sim")
+
+    def settle_late(transaction: Transaction, targets: Iterable[Any]) -> None:
+        def settle() -> None:
+            with side:
+                transaction.job.settle()
+
+        thread = threading.Thread(target=settle)
+        thread.start()
+        thread.join()
+        plain(transaction, targets)
+
+    with patch.context() as patched:
+        patched.setattr(Transaction, "_settle_values", settle_late)
+        stayed(daemon, patched, "mlp", LOOPS[0])
 
 
 def leave(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
@@ -245,7 +266,7 @@ def drop_what_is_leaving(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
         _filled()
 
 
-SCENARIOS = (train, stay, leave, scale, share_casts)
+SCENARIOS = (train, stay, settle_elsewhere, leave, scale, share_casts)
 SAVING_SCENARIOS = (
     save,
     use_memory_that_was_left,
@@ -267,7 +288,7 @@ def race_of(daemon: Daemon, patch: pytest.MonkeyPatch, scenarios: Sequence[Scena
 
 
 def test_the_waits_are_found() -> None:
-    assert len(WAITS) == 27
+    assert len(WAITS) == 28
 
 
 @pytest.mark.parametrize("seeds", SEEDS)

@@ -28,6 +28,7 @@ from tests.device.staying import (
     WrittenOut,
     backward,
     change_late,
+    clamp_data,
     clip,
     drop_gradient,
     nothing,
@@ -97,7 +98,7 @@ def test_training_has_the_bits_of_training_without_memd(
     ("change", "set_to_none"),
     [
         *((nothing, True), (clip, True), (clip, False), (replace_gradient, True)),
-        *((drop_gradient, True), (change_late, True), (write_data, True)),
+        *((drop_gradient, True), (change_late, True), (write_data, True), (clamp_data, True)),
         pytest.param(nothing, False, marks=pytest.mark.more),
         pytest.param(write_value, True, marks=pytest.mark.more),
     ],
@@ -261,7 +262,7 @@ def test_nothing_leaves_in_a_backward_that_is_captured(
     assert session.committed_step == 1
 
 
-def test_the_training_thread_waits_for_the_device_to_compare_values_alone(
+def test_the_training_thread_waits_for_the_device_to_compare_values_and_gradients_alone(
     session: Session,
 ) -> None:
     model, optimizer = staying(session)
@@ -272,8 +273,8 @@ def test_the_training_thread_waits_for_the_device_to_compare_values_alone(
         backward(model, step)
         assert SIM.host_waits() == {}
         optimizer.step()
-        assert sum(SIM.host_waits().values()) == count
-        assert Counter(session.statistics().waited_for) - before == {"comparison": count}
+        assert sum(SIM.host_waits().values()) == 2 * count
+        assert Counter(session.statistics().waited_for) - before == {"comparison": 2 * count}
         optimizer.zero_grad()
         assert SIM.host_waits() == {}
 
@@ -292,31 +293,60 @@ def test_nobody_waits_for_a_norm(session: Session) -> None:
 # --- failures -------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_repeated_after_a_gradient_that_did_not_arrive(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = staying(session)
-    before = [each.detach().cpu() for each in model.parameters()]
-    plain_finish = Departures._finish
+def lose_gradients(model: nn.Module, session: Session, patch: pytest.MonkeyPatch) -> None:
+    """In a backward. Zeros lie in their place."""
+    plain_finish, plain_copy = Departures._finish, Departures._copy_out
+
+    def copy_out(found: Departures, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
+        return plain_copy(found, torch.zeros_like(source), target)
 
     def fail(*arguments: Any) -> None:
         plain_finish(*arguments)
         raise RuntimeError("lost on the way")
 
-    with monkeypatch.context() as patched:
+    with patch.context() as patched:
         patched.setattr(Departures, "_finish", fail)
+        patched.setattr(Departures, "_copy_out", copy_out)
         backward(model, 0)
         copies = staying_copies(session.leases, torch.device("sim", 0), job="")
         copies._departures._thread.wait_for_end()
-    with pytest.raises(MemdError, match="did not arrive from its device, so call zero_grad"):
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_batch_is_repeated_after_a_gradient_that_did_not_arrive(
+    session: Session, monkeypatch: pytest.MonkeyPatch, set_to_none: bool
+) -> None:
+    model, optimizer = staying(session)
+    before = [each.detach().cpu() for each in model.parameters()]
+    lose_gradients(model, session, monkeypatch)
+    with pytest.raises(
+        MemdError, match=r"did not arrive from its device, so call optimizer\.zero_grad"
+    ):
         optimizer.step()
     assert are_equal([each.detach().cpu() for each in model.parameters()], before)
     for step in range(STEPS):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=set_to_none)
         backward(model, step)
         optimizer.step()
     found = [each.cpu() for each in model.state_dict().values()]
     assert are_equal(found, reference("mlp", LOOPS[0], "sim")[STEPS:])
+
+
+def test_what_another_optimizer_gave_up_leaves_again(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, expected = build("mlp").to("sim"), build("mlp").to("sim")
+    named = list(model.named_parameters())
+    first, second = (
+        memd_client.AdamW(part, lr=RATE, session=session) for part in (named[:2], named[2:])
+    )
+    lose_gradients(model, session, monkeypatch)
+    first.zero_grad()
+    second.step()
+    backward(expected, 0)
+    WrittenOut(list(expected.parameters())[2:]).step()
+    found, wanted = ([each.cpu() for each in of.state_dict().values()] for of in (model, expected))
+    assert are_equal(found, wanted)
 
 
 def test_a_step_that_is_not_made_is_made_again_with_the_same_gradients(

@@ -11,6 +11,7 @@ from torch import nn
 
 import memd_client
 from memd_client import InvalidArgument
+from memd_client.parameters.early import EarlyUpdates
 from tests.device.models import are_equal
 from tests.device.offloaded import RATE
 from tests.device.offloaded_models import build
@@ -18,6 +19,7 @@ from tests.device.simulation import SIM
 from tests.device.staying import (
     backward,
     change_late,
+    clamp_data,
     clip,
     drop_gradient,
     nothing,
@@ -48,7 +50,7 @@ def early(model: nn.Module, session: Session) -> memd_client.AdamW:
 @pytest.mark.parametrize(
     "change",
     [
-        *(nothing, replace_gradient, write_data),
+        *(nothing, replace_gradient, write_data, clamp_data),
         *(
             pytest.param(change, marks=pytest.mark.more)
             for change in (clip, drop_gradient, change_late, write_value)
@@ -100,10 +102,25 @@ def test_a_second_gradient_before_the_step(daemon: Daemon, monkeypatch: pytest.M
         for set_to_none in (True, False):
             optimizer.zero_grad(set_to_none=set_to_none)
             backward(model, 0)
+        model.zero_grad()  # a batch that the loop skips
+        backward(model, 0)
         with pytest.raises(InvalidArgument, match="changes gradients after backward"):
             optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         assert session.committed_step == 1
+
+
+def test_an_update_that_cannot_begin_in_backward_is_made_by_the_step(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr(EarlyUpdates, "gradient_is_final", fail)
+    with connected(daemon, monkeypatch) as session:
+        found = with_memd(session, nothing, backwards=1, step_in_backward=True)
+    assert are_equal(found, written_out(nothing, backwards=1))
+    assert "begins at step(), and not in backward: not today" in caplog.text
 
 
 def test_offloaded_parameters_beside_are_refused(

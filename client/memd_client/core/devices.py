@@ -76,6 +76,11 @@ class Devices:
             begin = partial(traffic.send_after, begin)
         return begin()
 
+    def follow_values(self) -> None:
+        """Any thread may have settled a step. The current streams come after its values."""
+        for traffic in self._traffic:
+            traffic.follow_values()
+
     def give_up(self) -> None:
         """Gradients are dropped: no copy is under way to their slots when this returns."""
         for traffic in self._traffic:

@@ -59,7 +59,7 @@ class ParameterLeases(ValueLeases, GradientLeases, WatchedLeases, Protocol):
 
 
 class DeviceTraffic(Protocol):
-    """The copies to and from one device: `device_leases.DeviceLeases`."""
+    """The copies to and from one device: `DeviceLeases` or `StayingCopies`."""
 
     @property
     def device(self) -> torch.device: ...
@@ -72,6 +72,10 @@ class DeviceTraffic(Protocol):
     ) -> None:
         """Copies `source` into a lease, the only content of `box`, calls `then` with it when the
         copy has passed, and ends it. Returns at once."""
+        ...
+
+    def follow_values(self) -> None:
+        """The current stream comes after new values that another thread has brought."""
         ...
 
     def end_round(self) -> None:

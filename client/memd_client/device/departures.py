@@ -220,6 +220,6 @@ def _lost(job: str, error: BaseException) -> MemdError:
     if isinstance(error, MemdError):
         return error
     return MemdError(
-        f"job {job!r}: a gradient did not arrive from its device, so call zero_grad() and repeat "
-        f"the batch: {error}"
+        f"job {job!r}: a gradient did not arrive from its device, so call "
+        f"optimizer.zero_grad() and repeat the batch: {error}"
     )

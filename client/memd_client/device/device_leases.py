@@ -367,6 +367,9 @@ class DeviceLeases:
         with suppress(torch.OutOfMemoryError):  # the next use raises it
             self._resize()
 
+    def follow_values(self) -> None:
+        """See `DeviceTraffic`. Each use waits for its copy."""
+
     def end_round(self) -> None:
         """See `DeviceTraffic`."""
         with self._lock:

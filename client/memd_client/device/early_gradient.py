@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 
 class EarlyGradient:
-    """One parameter's `p.grad`, as memd has it before `step()` asks for it. A copy begins in the
-    backward that was the last one before the step before: an earlier one would be made in vain, and
-    so would each where the program changes gradients behind backward, as clipping does.
+    """One parameter's `p.grad`, as memd has it before `step()` asks for it. If the last step had N
+    backwards, the copy begins in the N-th: an earlier one is wasted, as is any if the program then
+    changes the gradient, as clipping does.
+
+    Identity and version tell most changes. `p.grad.data` leaves neither: `step()` compares bytes.
     """
 
     def __init__(self) -> None:
@@ -24,10 +26,9 @@ class EarlyGradient:
         self._came: Seen | None = None  # as backward left it
         self._left: Seen | None = None  # as memd has it, or will
 
-    @property
-    def has_come(self) -> bool:
-        """There was a backward since the last step."""
-        return self._count > 0
+    def has_come(self, gradient: torch.Tensor) -> bool:
+        """A backward since the last step has left this tensor, to which another one adds."""
+        return self._came is not None and self._came[0]() is gradient
 
     @property
     def has_left(self) -> bool:
@@ -35,6 +36,8 @@ class EarlyGradient:
 
     def came(self, gradient: torch.Tensor) -> bool:
         """A backward has made `gradient`, or added to it. Returns whether it is to leave now."""
+        if not self.has_come(gradient):
+            self._count = 0  # the program has dropped what came before
         self._count += 1
         self._came = _seen(gradient)
         return self._expected_count is None or self._count == self._expected_count
@@ -47,9 +50,10 @@ class EarlyGradient:
         """Whether memd has `gradient` as it is now, or will."""
         return _is_same(gradient, self._left)
 
-    def end_step(self, gradient: torch.Tensor) -> None:
-        """A step has taken `gradient`."""
-        self._expected_count = self._count if _is_same(gradient, self._came) else 0
+    def end_step(self, gradient: torch.Tensor, *, has_changed: bool) -> None:
+        """A step has taken `gradient`. `has_changed`: bytes that had left were not these."""
+        is_as_it_came = _is_same(gradient, self._came) and not has_changed
+        self._expected_count = self._count if is_as_it_came else 0
         self.forget()
 
     def forget(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import Variable
 
+from memd_client.base.device_waits import note_device_wait
 from memd_client.base.dynamo import untraced
 from memd_client.device.arrivals import Arrivals
 from memd_client.device.departures import Departures
@@ -39,6 +40,8 @@ class StayingCopies:
         self._checksums = DeviceChecksums(device)
         self._departures = Departures(device, registration, job=job)
         self._arrivals = Arrivals(device, job=job)
+        self._brought: torch.Event | None = None  # the last value
+        self._loss_count = 0
         self._is_closed = False
 
     @property
@@ -55,7 +58,7 @@ class StayingCopies:
         then: Callable[[], None] | None = None,
     ) -> None:
         """Copies `gradient` into the slot that `lease` leases, over what is on its way there. A
-        thread calls `then` when it has arrived."""
+        thread calls `then` behind the copy, even if that has failed."""
         self._departures.overwrite(shard, gradient, lease, then)
 
     @property
@@ -75,19 +78,26 @@ class StayingCopies:
         Variable._execution_engine.queue_callback(_Join(self))
 
     def join(self) -> None:
-        """The current stream comes after the copies so far of gradients."""
-        self._departures.join(torch.accelerator.current_stream(self._device))
+        """The current stream comes after the copies so far of gradients. One that is captured waits
+        for nothing outside of its graph."""
+        if self.may_leave:
+            self._departures.join(torch.accelerator.current_stream(self._device))
 
     @property
     def has_lost(self) -> bool:
         """A gradient did not arrive, and nobody has dropped it since."""
         return self._departures.has_lost
 
+    @property
+    def loss_count(self) -> int:
+        """How often that was so: another parameter's gradient may have been among them."""
+        return self._loss_count
+
     # --- values -----------------------------------------------------------------------------------
 
-    def bring(self, box: list[torch.Tensor], parameter: torch.Tensor) -> None:
+    def bring(self, box: list[torch.Tensor], parameter: torch.Tensor) -> torch.Tensor:
         """Copies a lease of a value, the only content of `box`, into `parameter`. It ends when the
-        copy has passed."""
+        copy has passed. Returns the value's checksum."""
         host = self._registration.host(box[0], self._device)
         arrived = torch.Event(device=self._device, blocking=True)
         here = torch.accelerator.current_stream(self._device)
@@ -98,15 +108,29 @@ class StayingCopies:
                 there = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._device)
                 self._registration.copy(there, host)
                 parameter.copy_(there)
+            return self.checksum(parameter)
         finally:
             # Even then: a part of it may be under way.
             arrived.record(here)
+            self._brought = arrived
             del host
             self._arrivals.after(arrived, box.clear)
 
-    def checksum(self, value: torch.Tensor) -> torch.Tensor:
+    def follow_values(self) -> None:
+        """See `DeviceTraffic`."""
+        brought = self._brought
+        if brought is not None:
+            torch.accelerator.current_stream(self._device).wait_event(brought)
+
+    def checksum(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `DeviceChecksums`."""
-        return self._checksums.of(value)
+        return self._checksums.of(tensor)
+
+    def has_checksum(self, tensor: torch.Tensor, checksum: torch.Tensor) -> bool:
+        """Waits for the device."""
+        found = self.checksum(tensor)
+        note_device_wait("comparison")
+        return torch.equal(found, checksum)
 
     def refuse_lost(self) -> None:
         """
@@ -129,6 +153,7 @@ class StayingCopies:
 
     def give_up(self) -> None:
         """See `DeviceTraffic`."""
+        self._loss_count += self._departures.has_lost
         self._departures.give_up()
 
     def end_round(self) -> None:

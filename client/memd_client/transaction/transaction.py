@@ -615,6 +615,7 @@ class Transaction:
         place."""
         if any(target.is_viewed for target in targets):
             self._job.settle()
+            self._job.unordered_leases.devices.follow_values()
 
     def _settle_durably(self) -> None:
         self._job.settle()

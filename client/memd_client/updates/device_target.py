@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from memd_client.core.job import Job
     from memd_client.parameters.early import EarlyUpdates
 
+_log = logging.getLogger("memd_client")
+
 
 class DeviceTarget(ResidentTarget):
     """A parameter that stays on a device. Its gradient leaves for its slot during backward, where
@@ -39,6 +42,8 @@ class DeviceTarget(ResidentTarget):
         self._updates: weakref.ref[EarlyUpdates] | None = None
         self._is_hooked = False
         self._checksum: torch.Tensor  # of the value that memd has
+        self._left_checksum: torch.Tensor  # of the gradient that has left
+        self._loss_count = 0  # of the copies, when it left
         super().__init__(parameter, job=job, **others)
         self._hook_if_trainable(parameter)
 
@@ -56,7 +61,8 @@ class DeviceTarget(ResidentTarget):
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Backward has added to `p.grad`, which may leave. What is in the way, `step()` tells."""
+        """Backward has accumulated `p.grad`: copies it if it may leave now; `step()` reports what
+        prevents that."""
         parameter, job = self._parameter(), self._job
         gradient = parameter.grad if parameter is not None else None
         if (
@@ -72,15 +78,27 @@ class DeviceTarget(ResidentTarget):
         ):
             return
         updates = self._updates() if self._updates is not None else None
-        if updates is not None and self._early.has_come:
+        if updates is not None and self._early.has_come(gradient):
             updates.refuse_second(job, self._shard)
         if self._early.came(gradient):
             self._send(gradient, None if updates is None else partial(self._begin_update, updates))
             self._early.note_left(gradient)
+            self._left_checksum = self._copies.checksum(gradient)
+            self._loss_count = self._copies.loss_count
             self._copies.join_after_backward()
 
     def _begin_update(self, updates: EarlyUpdates) -> None:
-        updates.gradient_is_final(self._job, self._shard, self._job.unordered_leases)
+        """On the thread behind the copies, whose errors are those of lost gradients: that of a hint
+        costs the early update alone."""
+        try:
+            updates.gradient_is_final(self._job, self._shard, self._job.unordered_leases)
+        except Exception as error:  # noqa: BLE001 # whatever it is, step() makes the update
+            _log.warning(
+                "job %r: the update of %r begins at step(), and not in backward: %s",
+                self._job.name,
+                self._shard.label,
+                error,
+            )
 
     def _send(self, gradient: torch.Tensor, then: Callable[[], None] | None = None) -> None:
         lease = partial(self._job.unordered_leases.gradient, self._shard, MODE_OVERWRITE)
@@ -97,6 +115,8 @@ class DeviceTarget(ResidentTarget):
     def set_gradient_to_zero(self) -> None:
         """torch's `zero_grad` does, perhaps after a backward that has raised."""
         self._early.forget()
+        if self._copies.has_lost:
+            self._copies.give_up()
         self._copies.join()
 
     def drop_gradient(self) -> bool:
@@ -114,9 +134,7 @@ class DeviceTarget(ResidentTarget):
     def _has_value(self, parameter: torch.Tensor) -> bool:
         """As of `ResidentTarget`, by checksums: memd's own value would have to come from the host,
         and perhaps from its disk."""
-        found = self._copies.checksum(parameter)
-        note_device_wait("comparison")
-        return torch.equal(found, self._checksum)
+        return self._copies.has_checksum(parameter, self._checksum)
 
     def _write_value(self, parameter: torch.Tensor) -> None:
         note_device_wait("write")
@@ -125,9 +143,12 @@ class DeviceTarget(ResidentTarget):
 
     def _give_gradient(self) -> None:
         gradient = self.gradient_for_reading()
-        if not self._early.is_left(gradient):
+        has_left = self._early.is_left(gradient) and self._loss_count == self._copies.loss_count
+        # `p.grad.data` and collectives leave no version.
+        has_changed = has_left and not self._copies.has_checksum(gradient, self._left_checksum)
+        if not has_left or has_changed:
             self._send(gradient)
-        self._early.end_step(gradient)
+        self._early.end_step(gradient, has_changed=has_changed)
 
     def finish(self) -> None:
         """As of `ResidentTarget`. The device copies the new value before it does anything else."""
@@ -138,8 +159,8 @@ class DeviceTarget(ResidentTarget):
 
     def _take_value(self, parameter: torch.Tensor) -> None:
         with torch.no_grad():
-            self._copies.bring([self._job.leases.value(self._shard)], parameter)
-            self._checksum = self._copies.checksum(parameter)
+            box = [self._job.leases.value(self._shard)]
+            self._checksum = self._copies.bring(box, parameter)
 
     def _alive(self) -> torch.Tensor:
         parameter = super()._alive()
