@@ -84,6 +84,7 @@ class Handover:
         self._order.observe(self._key)
 
 
+# typeshed does not list the queue in Python, which `queue` has beside the one in C.
 class _TimedQueue(queue._PySimpleQueue):  # type: ignore[name-defined,misc]
     def put(self, item: object, block: bool = True, timeout: float | None = None) -> None:
         handover = Handover()
@@ -155,6 +156,8 @@ def _order_starts_and_joins(order: _Order) -> None:
 def _time_latches() -> None:
     """A thread that comes to an open one has waited for it all the same, by the clock."""
     from memd_client.base.interrupts import Latch  # here: its locks are those from above
+
+    # As above, mypy expects that nobody replaces methods or adds fields.
 
     plain_make, plain_open, plain_wait = Latch.__init__, Latch.open, Latch.wait
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.daemons import Daemon
     from tests.device.offloaded import Loop
 
-    # What a program does between backward and step().
+    # A program makes it between backward and step().
     Change = Callable[[nn.Module, int], None]
 
 

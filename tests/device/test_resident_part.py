@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 
 def fewest_bytes(steps: TimedSteps, device_bytes: int) -> float:
-    """Of one step. It changes values on the host, so that the next one has to copy each of them,
+    """One step's bytes. It changes values on the host, so the next one has to copy each of them,
     whatever was kept. The bound asks for less than modules do: it needs one value at a time, keeps
     parts of them, and has no gaps in memory."""
     shard_ids = sorted(set(steps.uses))

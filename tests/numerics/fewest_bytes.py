@@ -35,7 +35,7 @@ class Trace:
 
 
 def fewest_mib(trace: Trace, *, cache_mib: float, writes_changes: bool) -> float:
-    """Of one period of a trace that repeats for ever."""
+    """The bound for one period of a trace that repeats for ever."""
     period = len(trace.uses)
     uses_of: dict[int, list[int]] = defaultdict(list)
     for time, (item, _) in enumerate(trace.uses):

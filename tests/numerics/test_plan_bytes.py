@@ -1,7 +1,7 @@
 """Bytes that plans move, against the fewest that anybody could: `fewest_bytes.py`.
 
-What memd moves is simulated with the daemon's own code for plans and eviction, and counted in the
-store itself, on devices in memory.
+The daemon's own code for plans and eviction makes the moves, on devices in memory, and the store
+itself counts their bytes.
 """
 
 from __future__ import annotations

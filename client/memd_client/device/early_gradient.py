@@ -25,6 +25,8 @@ class EarlyGradient:
         self._expected_count: int | None = None  # the last step's; 0: it had changed since
         self._came: Seen | None = None  # as backward left it
         self._left: Seen | None = None  # as memd has it, or will
+        self._left_checksum: torch.Tensor | None = None
+        self._left_loss_count = 0  # of the copies then
 
     def has_come(self, gradient: torch.Tensor) -> bool:
         """A backward since the last step has left this tensor, to which another one adds."""
@@ -42,13 +44,16 @@ class EarlyGradient:
         self._came = _seen(gradient)
         return self._expected_count is None or self._count == self._expected_count
 
-    def note_left(self, gradient: torch.Tensor) -> None:
-        """It is on its way."""
+    def note_left(self, gradient: torch.Tensor, checksum: torch.Tensor, loss_count: int) -> None:
+        """It is on its way, and copies have lost gradients so often."""
         self._left = _seen(gradient)
+        self._left_checksum, self._left_loss_count = checksum, loss_count
 
-    def is_left(self, gradient: torch.Tensor) -> bool:
-        """Whether memd has `gradient` as it is now, or will."""
-        return _is_same(gradient, self._left)
+    def left_checksum(self, gradient: torch.Tensor, loss_count: int) -> torch.Tensor | None:
+        """That of the bytes that memd has, or will have, of `gradient`; None if it has to leave
+        again."""
+        is_there = _is_same(gradient, self._left) and self._left_loss_count == loss_count
+        return self._left_checksum if is_there else None
 
     def end_step(self, gradient: torch.Tensor, *, has_changed: bool) -> None:
         """A step has taken `gradient`. `has_changed`: bytes that had left were not these."""
@@ -58,7 +63,7 @@ class EarlyGradient:
 
     def forget(self) -> None:
         """The next gradient is another one."""
-        self._count, self._came, self._left = 0, None, None
+        self._count, self._came, self._left, self._left_checksum = 0, None, None, None
 
 
 def _seen(gradient: torch.Tensor) -> Seen:

@@ -42,8 +42,6 @@ class DeviceTarget(ResidentTarget):
         self._updates: weakref.ref[EarlyUpdates] | None = None
         self._is_hooked = False
         self._checksum: torch.Tensor  # of the value that memd has
-        self._left_checksum: torch.Tensor  # of the gradient that has left
-        self._loss_count = 0  # of the copies, when it left
         super().__init__(parameter, job=job, **others)
         self._hook_if_trainable(parameter)
 
@@ -82,9 +80,8 @@ class DeviceTarget(ResidentTarget):
             updates.refuse_second(job, self._shard)
         if self._early.came(gradient):
             self._send(gradient, None if updates is None else partial(self._begin_update, updates))
-            self._early.note_left(gradient)
-            self._left_checksum = self._copies.checksum(gradient)
-            self._loss_count = self._copies.loss_count
+            checksum = self._copies.checksum(gradient)
+            self._early.note_left(gradient, checksum, self._copies.loss_count)
             self._copies.join_after_backward()
 
     def _begin_update(self, updates: EarlyUpdates) -> None:
@@ -92,7 +89,8 @@ class DeviceTarget(ResidentTarget):
         costs the early update alone."""
         try:
             updates.gradient_is_final(self._job, self._shard, self._job.unordered_leases)
-        except Exception as error:  # noqa: BLE001 # whatever it is, step() makes the update
+        # Any error costs only the early update: step() makes it.
+        except Exception as error:  # noqa: BLE001
             _log.warning(
                 "job %r: the update of %r begins at step(), and not in backward: %s",
                 self._job.name,
@@ -143,10 +141,10 @@ class DeviceTarget(ResidentTarget):
 
     def _give_gradient(self) -> None:
         gradient = self.gradient_for_reading()
-        has_left = self._early.is_left(gradient) and self._loss_count == self._copies.loss_count
+        left = self._early.left_checksum(gradient, self._copies.loss_count)
         # `p.grad.data` and collectives leave no version.
-        has_changed = has_left and not self._copies.has_checksum(gradient, self._left_checksum)
-        if not has_left or has_changed:
+        has_changed = left is not None and not self._copies.has_checksum(gradient, left)
+        if left is None or has_changed:
             self._send(gradient)
         self._early.end_step(gradient, has_changed=has_changed)
 
