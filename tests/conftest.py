@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +61,15 @@ def environment() -> Iterator[None]:
     for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def saved_tensors_hooks() -> Iterator[None]:
+    """Those that a test leaves would save for the next test."""
+    yield
+    torch = sys.modules.get("torch")  # the daemon's tests run without it
+    if torch is not None:
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 @pytest.fixture

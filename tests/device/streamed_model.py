@@ -69,7 +69,8 @@ class StreamedModel:
             away.register_post_accumulate_grad_hook(self._take_gradient)
             setattr(module, name, away)
         module.register_forward_pre_hook(self._enter)
-        module.register_forward_hook(self._leave)
+        # A use that races raises. What torch calls for what autograd saves must not stay then.
+        module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: nn.Module, _inputs: object) -> None:
         saving = saved_tensors_hooks(self._pack, self._unpack)
