@@ -296,8 +296,10 @@ class Adam(torch.optim.Optimizer):
                 durability requires. Raised once, until a step reaches the disk again; go on with
                 the next one.
             MemdError: a view of a gradient is held, or the step was not committed. The job is at
-                the step before, and gradients are as they were. Or the message says that it is
-                committed, but new values could not be put in place in this process: call again.
+                the step before, and values and gradients are as they were; if the message says that
+                old values are not back in place, a use of them brings them, or raises. Or it says
+                that the step is committed, but new values could not be put in place in this
+                process: call again.
         """
         loss = None
         if closure is not None:

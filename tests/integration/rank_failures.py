@@ -529,6 +529,9 @@ class LostAnswer:
         self._call = call
         self._is_lost = False
 
+    def wait_until_sent(self) -> None:
+        self._call.wait_until_sent()
+
     def done(self) -> bool:
         return self._call.done()
 

@@ -136,6 +136,9 @@ class FakeCall:
         else:
             self._response, self._make = made, None
 
+    def wait_until_sent(self) -> None:
+        pass
+
     def done(self) -> bool:
         return self._was_asked
 

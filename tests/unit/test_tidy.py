@@ -42,7 +42,8 @@ CLIENT_PACKAGES = {
         *("registration", "parameter_leases", "devices", "leases", "rank_gradients"),
         *("tensor_streams", "registry", "snapshot_reader", "temporary_snapshots", "scratch_uses"),
         *("job_store", "tied_names", "first_values"),
-        *("held_names", "open_steps", "steps", "moving_moments", "old_state", "load", "old_loads"),
+        *("held_names", "open_steps", "step_in_flight", "steps", "moving_moments", "old_state"),
+        *("load", "old_loads"),
         *("job", "name_uses", "blobs", "scratch"),
     ),
     "device": (

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 class StepCall(Protocol):
     """A Step call that was sent: `control.StepCall` or `reattach.RepeatedStep`."""
 
+    def wait_until_sent(self) -> None:
+        """Until the daemon will hear of it, or `done`."""
+        ...
+
     def done(self) -> bool:
         """The answer has arrived, or the call has to be sent again, which `result` does."""
         ...

@@ -73,6 +73,9 @@ class SentCall(Generic[AnswerT]):
         self._is_done = Latch()
         future.add_done_callback(self._note_answer)
 
+    def wait_until_sent(self) -> None:
+        """It is, since it was made."""
+
     def done(self) -> bool:
         return bool(self._future.done())
 

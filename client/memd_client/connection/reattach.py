@@ -457,6 +457,9 @@ class RepeatedStep:
         except DaemonUnavailable:
             self._is_lost = True  # another thread is re-attaching; `result` sends it
 
+    def wait_until_sent(self) -> None:
+        """It was sent at once, or `result` sends it."""
+
     def done(self) -> bool:
         return self._is_lost or (self._call is not None and self._call.done())
 

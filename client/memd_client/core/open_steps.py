@@ -86,8 +86,23 @@ class SealedTarget(Protocol):
         """As `zero_grad()`. Returns whether the daemon has to drop it too."""
         ...
 
+    @property
+    def comes_ahead(self) -> bool:
+        """The new value may come before it is known whether the step is committed."""
+        ...
+
+    def bring_ahead(self) -> None:
+        """The step was sent: puts the new value in place once that is updated. Until `finish` or
+        `take_back` a use of it waits for the outcome, or raises."""
+        ...
+
+    def take_back(self) -> None:
+        """The step was not made: the value from before it is in place. If this raises, it is called
+        again."""
+        ...
+
     def finish(self) -> None:
-        """The step is committed. If this raises, it is called again."""
+        """The step is committed: the new value is in place. If this raises, it is called again."""
         ...
 
 

@@ -10,16 +10,24 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock, get_ident
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from memd_client.base.interrupts import Latch
 from memd_client.base.process import OwnProcess
 from memd_client.base.statistics import StepTotals
 from memd_client.core.open_steps import OpenStep, OpenSteps
+from memd_client.core.step_in_flight import (
+    Finishing,
+    Outcome,
+    StepInFlight,
+    bring_ahead,
+    end_finishing,
+    finish,
+    refused,
+    take_back,
+)
 from memd_client.errors import (
     DaemonUnavailable,
     DeadlineExceeded,
@@ -52,28 +60,6 @@ def _undo(targets: Iterable[SealedTarget]) -> None:
         target.undo()
 
 
-@dataclass(slots=True)
-class _Finishing:
-    """A thread puts the new values of a committed step in place."""
-
-    thread: int = field(default_factory=get_ident)
-    is_over: Latch = field(default_factory=Latch)
-
-
-@dataclass
-class _StepInFlight:
-    number: int
-    call: StepCall
-    step: OpenStep
-    unfinished: list[SealedTarget] = field(default_factory=list)
-    is_committed: bool = False
-    finishing: _Finishing | None = None
-    disk_error: str = ""
-    durable_step: int = 0
-    # A caller was told that the outcome is unknown, or that values are not in place.
-    was_raised: bool = False
-
-
 class Steps:
     """Seals, sends and settles the steps of one session, at most one of them in flight. Counts what
     was committed. Any thread may call.
@@ -103,7 +89,7 @@ class Steps:
         self._leases = ref(leases) if leases is not None else None
         self._open = OpenSteps(job)
         self._is_sealing = False
-        self._in_flight: _StepInFlight | None = None
+        self._in_flight: StepInFlight | None = None
         self._call_count = 0
         # Shards of the last step, if an error was raised for it though it may be committed.
         self._raised: set[int] = set()
@@ -187,7 +173,7 @@ class Steps:
             sent = begin() if leases is None else leases.devices.begin_step(begin)
             step = step or OpenStep()
             self._raised, self._was_asked_again = set(), False
-            self._in_flight = _StepInFlight(number, sent, step, list(step.targets.values()))
+            self._in_flight = StepInFlight(number, sent, step, list(step.targets.values()))
             # Only once it is sent: otherwise another thread's lease could wait for a call that
             # never arrives. Until then the step is open, and nobody leases what is sealed.
             self._follow(self._call_count)
@@ -236,20 +222,69 @@ class Steps:
                     self._note_stall(shard, reason, began)
                     return None
                 finishing = step.finishing
-                if finishing is None:
-                    if not step.is_committed:
-                        self._wait_for_answer(step, shard, reason, began)
-                    step.finishing = _Finishing()
+                is_own = finishing is not None and finishing.thread == get_ident()
+                # A lease does not wait for values that another thread brings ahead of the answer.
+                asks = step.outcome is Outcome.UNKNOWN and (
+                    finishing is None or for_lease or is_own
+                )
+                cause = self._wait_for_answer(step, shard, reason, began) if asks else None
+                if finishing is None and self._in_flight is step:
+                    step.finishing = Finishing()
                     break
+                if cause is not None:
+                    raise refused(step) from cause
             # A target that is being finished takes a lease, which must not wait for itself.
-            if for_lease or finishing.thread == get_ident():
+            if for_lease or is_own:
                 return None
+            assert finishing is not None
             finishing.is_over.wait()
-        return self._finish(step)
+        if step.outcome is Outcome.COMMITTED:
+            return self._finish(step)
+        self._take_back(step)
+        if cause is not None:
+            raise refused(step) from cause
+        return None
+
+    def settle_ahead(self) -> None:
+        """As `settle`, for the thread that has sent a step, and at once. New values that stay on a
+        device come each when it is updated, while the daemon updates the rest. If the step is not
+        made they are taken back; if that is not known, a use of them asks again.
+        """
+        with self._lock:
+            step = self._in_flight
+            targets = step.unfinished if step is not None and step.finishing is None else ()
+            if step is not None and any(target.comes_ahead for target in targets):
+                step.finishing = Finishing()
+            else:
+                step = None
+        if step is not None:
+            self._bring_ahead(step)
+        self.settle()
+        if step is not None and step.outcome is Outcome.REFUSED:
+            raise refused(step)  # another thread has heard of it first
+
+    def _bring_ahead(self, step: StepInFlight) -> None:
+        try:
+            bring_ahead(step)
+        except _NO_ANSWERS:
+            if step.was_raised:  # the lease has asked for the answer
+                raise
+        except MemdError as error:
+            # The answer tells why, or the value comes behind it.
+            _log.debug("job %r: a value waits for the answer: %s", self._job, error)
+        except BaseException:
+            with self._lock:
+                self._note_raised(step)
+            raise
+        finally:
+            end_finishing(step)
 
     def _wait_for_answer(
-        self, step: _StepInFlight, shard: Shard | None, reason: int, began: float
-    ) -> None:
+        self, step: StepInFlight, shard: Shard | None, reason: int, began: float
+    ) -> MemdError | None:
+        """Returns when the outcome is known: if it was not made, why. Then there is no step in
+        flight, unless something of it is in place.
+        """
         try:
             try:
                 response = step.call.result()
@@ -257,27 +292,43 @@ class Steps:
                 self._note_stall(shard, reason, began)
             self._count(step, response)
         except MemdError as error:
-            raise self._failed(step, error) from error
+            if isinstance(error, _NO_ANSWERS):
+                raise self._failed(step, error) from error
+            self._failed(step, error)
+            return error
         except BaseException:
             self._note_raised(step)
             raise
+        return None
 
-    def _count(self, step: _StepInFlight, response: session_pb2.StepResponse) -> None:
+    def _count(self, step: StepInFlight, response: session_pb2.StepResponse) -> None:
         self._committed_step = step.number
         self._durable_step = response.durable_step
         self._totals = self._totals.plus(response, step.call.seconds())
         step.disk_error = response.disk_error
         step.durable_step = response.durable_step
-        step.is_committed = True
+        step.outcome = Outcome.COMMITTED
 
-    def _finish(self, step: _StepInFlight) -> OpenStep | None:
-        """Without the lock: a lease here may wait for one of a thread that settles too."""
-        finishing = step.finishing
-        assert finishing is not None
+    def _take_back(self, step: StepInFlight) -> None:
+        """Without the lock, as `_finish`."""
         try:
-            while step.unfinished:
-                step.unfinished[0].finish()
-                del step.unfinished[0]
+            take_back(step)
+            with self._lock:
+                self._forget_in_flight()
+        except MemdError as error:
+            raise retold(
+                error,
+                f"{step.refusal}; the values from before it are not back in place yet for "
+                f"{len(step.ahead)} of the parameters that stay on a device; the next use of the "
+                f"session goes on with them: {error}",
+            ) from error
+        finally:
+            end_finishing(step)
+
+    def _finish(self, step: StepInFlight) -> OpenStep | None:
+        """Without the lock: a lease here may wait for one of a thread that settles too."""
+        try:
+            finish(step)
             with self._lock:
                 self._forget_in_flight()
                 # Together: the next step of another thread must not be taken for this one.
@@ -292,8 +343,7 @@ class Steps:
                 self._note_raised(step)
             raise
         finally:
-            step.finishing = None
-            finishing.is_over.open()
+            end_finishing(step)
         if step.disk_error and was_on_disk:
             raise NotDurable(
                 f"job {self._job!r}: step {step.number} is committed in memory, so go on with the "
@@ -348,11 +398,11 @@ class Steps:
         with self._lock:
             self._forget_in_flight()
 
-    def _failed(self, step: _StepInFlight, error: MemdError) -> MemdError:
+    def _failed(self, step: StepInFlight, error: MemdError) -> MemdError:
         """The error for the caller of `settle`: there was no answer, the answer was `error`, or the
         step could not be finished."""
         what = f"job {self._job!r}: step {step.number}"
-        if step.is_committed:
+        if step.outcome is Outcome.COMMITTED:
             self._note_raised(step)
             return retold(
                 error,
@@ -368,13 +418,17 @@ class Steps:
                 "asks again, and after connecting again session.committed_step tells: "
                 f"{error}",
             )
-        self._forget_in_flight()
+        # The gradients are lost with a session that is; the error tells where the job stands.
+        is_fenced = isinstance(error, SessionFenced)
+        outcome = "acknowledged" if is_fenced else "committed, its gradients are as they were"
+        step.outcome = Outcome.REFUSED
+        step.refusal = retold(error, f"{what} was not {outcome}: {error}")
+        self._follow(0)
         self._raised = set()
         _undo(step.step.targets.values())
-        if isinstance(error, SessionFenced):
-            # The gradients are lost with the session; the error tells where the job stands.
-            return retold(error, f"{what} was not acknowledged: {error}")
-        return retold(error, f"{what} was not committed, its gradients are as they were: {error}")
+        if not step.ahead:
+            self._forget_in_flight()
+        return step.refusal
 
     def _learned_late(self) -> MemdError:
         return MemdError(
@@ -384,7 +438,7 @@ class Steps:
             "zero_grad(), and go on with the next batch"
         )
 
-    def _note_raised(self, step: _StepInFlight) -> None:
+    def _note_raised(self, step: StepInFlight) -> None:
         step.was_raised = True
         self._raised = set(step.step.targets)
 
@@ -420,7 +474,7 @@ class Steps:
         if step is not None and step.call.done():
             self.settle_for_lease()
         step = self._in_flight
-        return step is not None and not step.is_committed
+        return step is not None and step.outcome is Outcome.UNKNOWN
 
     def settle_for_lease(self, shard: Shard | None = None, reason: int = STALL_STEP) -> None:
         """As `settle`; counts as a wait for leases.
@@ -454,7 +508,7 @@ class Steps:
             return  # another thread waits for the answer, and reports it
         try:
             step = self._in_flight
-            if step is not None and not step.is_committed:
+            if step is not None and step.outcome is Outcome.UNKNOWN:
                 raise self._failed(step, error) from error
         finally:
             self._lock.release()

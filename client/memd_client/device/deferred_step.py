@@ -43,6 +43,14 @@ class DeferredStep:
             self._error = error
         self._is_decided.open()
 
+    def wait_until_sent(self) -> None:
+        """See `calls.StepCall`. Waits for the gradients."""
+        self._is_decided.wait()
+        with self._lock:
+            call = self._call
+        if call is not None:
+            call.wait_until_sent()
+
     def done(self) -> bool:
         """See `calls.StepCall`."""
         with self._lock:

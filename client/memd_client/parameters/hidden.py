@@ -29,9 +29,11 @@ _ATTRIBUTES = frozenset(("grad", "_grad"))
 
 
 def hide(parameter: torch.Tensor, refuse: Callable[[], None]) -> None:
-    """From now on a use of the value calls `refuse`, which raises. Autograd takes the value for
-    changed, as torch's optimizers have changed it by now: what saved it before is refused."""
-    kind = type(parameter)
+    """From now on a use of the value calls `refuse`, which raises, or shows it. Autograd takes the
+    value for changed, as torch's optimizers have changed it by now: what saved it before is
+    refused. A parameter that is hidden has another `refuse` then."""
+    found = _hidden.get(parameter)
+    kind = type(parameter) if found is None else found[0]
     increment_version(parameter)
     _hidden[parameter] = kind, refuse
     parameter.__class__ = _classes.setdefault(kind, _hidden_class(kind))

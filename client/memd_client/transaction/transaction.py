@@ -612,9 +612,10 @@ class Transaction:
 
     def _settle_values(self, targets: Iterable[SealedTarget]) -> None:
         """After a step over `targets` was sent: new values that are seen in this process are in
-        place."""
+        place, or the old ones are again if this raises."""
         if any(target.is_viewed for target in targets):
-            self._job.settle()
+            self._job.refuse_if_unusable()
+            self._job.steps.settle_ahead()
             self._job.unordered_leases.devices.follow_values()
 
     def _settle_durably(self) -> None:

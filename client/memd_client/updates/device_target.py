@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ from memd_client.base.dynamo import untraced
 from memd_client.core.leases import MODE_OVERWRITE
 from memd_client.device.early_gradient import EarlyGradient
 from memd_client.device.staying_copies import StayingCopies, staying_copies
-from memd_client.errors import InvalidArgument
+from memd_client.errors import InvalidArgument, MemdError
+from memd_client.parameters.hidden import hide
 from memd_client.updates.resident_target import ResidentTarget
 
 if TYPE_CHECKING:
@@ -26,10 +28,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memd_client")
 
 
+class _Ahead(Enum):
+    """The way of a value of the step in flight."""
+
+    AWAY = auto()
+    COMING = auto()
+    IN_PLACE = auto()
+
+
 class DeviceTarget(ResidentTarget):
     """A parameter that stays on a device. Its gradient leaves for its slot during backward, where
     nobody will change `p.grad` before `step()`, and otherwise then. New values are copied to it in
-    front of what the device does next.
+    front of what the device does next, each once it is updated: it is hidden until its step is
+    known to be committed, and taken back if it is not.
     """
 
     def __init__(self, parameter: torch.Tensor, *, job: Job, **others: Any) -> None:
@@ -41,6 +52,7 @@ class DeviceTarget(ResidentTarget):
         self._early = EarlyGradient()
         self._updates: weakref.ref[EarlyUpdates] | None = None
         self._is_hooked = False
+        self._ahead = _Ahead.AWAY
         self._checksum: torch.Tensor  # of the value that memd has
         super().__init__(parameter, job=job, **others)
         self._hook_if_trainable(parameter)
@@ -148,16 +160,63 @@ class DeviceTarget(ResidentTarget):
             self._send(gradient)
         self._early.end_step(gradient, has_changed=has_changed)
 
+    @property
+    def comes_ahead(self) -> bool:
+        """See `SealedTarget.comes_ahead`."""
+        return True
+
+    def bring_ahead(self) -> None:
+        """See `SealedTarget.bring_ahead`."""
+        parameter = self._parameter()
+        if parameter is not None:
+            self._ahead = _Ahead.COMING
+            hide(parameter, _Decide(self))
+            self._take_value(parameter)
+            self._ahead = _Ahead.IN_PLACE
+
+    def take_back(self) -> None:
+        """See `SealedTarget.take_back`."""
+        parameter = self._parameter()
+        if parameter is not None:
+            self._take_value(parameter)
+        self._end_ahead()
+
+    def _end_ahead(self) -> None:
+        self._ahead = _Ahead.AWAY
+        self.show()
+
+    def show(self) -> None:
+        """As of `ResidentTarget`, unless it is not known whether the value is the job's."""
+        if not self.is_ahead:
+            super().show()
+
+    @property
+    def is_in_place(self) -> bool:
+        """See `UpdatedTarget.is_in_place`."""
+        return self._ahead is _Ahead.IN_PLACE
+
+    @property
+    def is_ahead(self) -> bool:
+        """It is not known whether the value is the job's."""
+        return self._ahead is not _Ahead.AWAY
+
+    def decide(self) -> None:
+        """A use of the value needs to know what it is."""
+        self._job.steps.refuse_late(self._job.settle())
+        self._copies.follow_values()
+
     def finish(self) -> None:
         """As of `ResidentTarget`. The device copies the new value before it does anything else."""
         super().finish()
+        self._end_ahead()
         parameter = self._parameter()
         if parameter is not None:
             self._hook_if_trainable(parameter)
 
     def _take_value(self, parameter: torch.Tensor) -> None:
-        with torch.no_grad():
-            box = [self._job.leases.value(self._shard)]
+        # The lease orders itself behind the step in flight.
+        box = [self._job.unordered_leases.value(self._shard)]
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._checksum = self._copies.bring(box, parameter)
 
     def _alive(self) -> torch.Tensor:
@@ -169,6 +228,26 @@ class DeviceTarget(ResidentTarget):
                 "optimizer when the model is where it stays"
             )
         return parameter
+
+
+class _Decide:
+    """Called before a value is used of which it is not known whether it is the job's. Keeps no
+    session."""
+
+    def __init__(self, target: DeviceTarget) -> None:
+        self._target = weakref.ref(target)
+        self._label = target.shard.label
+
+    def __call__(self) -> None:
+        target = self._target()
+        if target is not None:
+            target.decide()
+        if target is None or target.is_ahead:
+            raise MemdError(
+                f"parameter {self._label!r} has the value of a step of which it is not known "
+                "whether it is committed, and the session has ended; connect again and make the "
+                "optimizer anew, which takes the value that the job has"
+            )
 
 
 class _Leave:

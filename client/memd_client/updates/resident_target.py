@@ -52,6 +52,7 @@ class ResidentTarget(UpdatedTarget):
         self._is_reduced = False
         self._job = job
         if written:
+            show(parameter)  # another session may have ended before it knew the value
             self._take_value(parameter)
         else:
             self._write_value(parameter)
@@ -256,7 +257,7 @@ class ResidentTarget(UpdatedTarget):
         """Puts the new value in place, if the parameter still exists."""
         self.show()
         parameter = self._parameter()
-        if parameter is not None:
+        if parameter is not None and not self.is_in_place:
             self._take_value(parameter)
         self._gradient.forget()
         self._is_reduced = False
@@ -279,8 +280,9 @@ def refuse_uneven_strides(parameter: torch.Tensor, name: str) -> None:
     """torch's fused kernel goes through memory, and rounds the last `numel % 8` elements there in
     another way. memd goes through them in their order, so those would be others."""
     count = parameter.numel()
-    if count < _VECTOR or count % _VECTOR == 0 or parameter.is_contiguous():
-        return
+    with torch._C.DisableTorchFunctionSubclass():
+        if count < _VECTOR or count % _VECTOR == 0 or parameter.is_contiguous():
+            return
     raise InvalidArgument(
         f"parameter {name!r} of shape {list(parameter.shape)} is not contiguous, and 8 does not "
         f"divide its {count} elements: torch's fused kernel rounds the last {count % _VECTOR} in "

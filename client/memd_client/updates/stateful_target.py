@@ -92,6 +92,24 @@ class UpdatedTarget(StatefulTarget):
             return True
         return self._keeps_maximum and self.update_count > 0
 
+    # A value that waits for the answer of its step needs none of these.
+
+    @property
+    def comes_ahead(self) -> bool:
+        """See `SealedTarget.comes_ahead`."""
+        return False
+
+    @property
+    def is_in_place(self) -> bool:
+        """`bring_ahead` has brought it."""
+        return False
+
+    def bring_ahead(self) -> None:
+        """See `SealedTarget.bring_ahead`."""
+
+    def take_back(self) -> None:
+        """See `SealedTarget.take_back`."""
+
     # A gradient that is an ordinary `p.grad` needs none of these.
 
     def set_gradient_to_zero(self) -> None:

@@ -100,10 +100,12 @@ def own(
             )
     if parts:
         transaction.refuse_replaced()  # fully_shard() may have cut what is offloaded
-    refuse_overlaps(
-        (spec.name, local_of(parameter) if id(parameter) in parts else parameter)
-        for parameter, spec in resident
-    )
+    # Another session may have ended before it knew their values, which their class refuses since.
+    with torch._C.DisableTorchFunctionSubclass():
+        refuse_overlaps(
+            (spec.name, local_of(parameter) if id(parameter) in parts else parameter)
+            for parameter, spec in resident
+        )
     job.held_names.refuse_unknown([spec.name for _, spec in resident])
     moved = [
         entry.shard
