@@ -38,8 +38,9 @@ CLIENT_PACKAGES = {
         *("control", "snapshot_reading", "reattach"),
     ),
     "core": (
-        *("backward", "ranks", "rank_group", "rank_calls", "rank_changes", "gradient_order"),
-        *("registration", "parameter_leases", "devices", "leases", "rank_gradients"),
+        *("backward", "comparisons", "ranks", "rank_group", "rank_calls", "rank_changes"),
+        *("gradient_order", "registration", "parameter_leases", "devices", "leases"),
+        "rank_gradients",
         *("tensor_streams", "registry", "snapshot_reader", "temporary_snapshots", "scratch_uses"),
         *("job_store", "tied_names", "first_values"),
         *("held_names", "open_steps", "step_in_flight", "steps", "moving_moments", "old_state"),

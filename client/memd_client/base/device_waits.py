@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Literal
 
 # Another size of the memory of parameters; a value that the program writes; a view that it has
-# kept, or a parameter that stays on the device, and its gradient, which it may have written; a
+# kept, or parameters that stay on the device, and their gradients, which it may have written; a
 # gradient that it reads or drops; room on the host for what leaves.
 WaitedFor = Literal["resize", "write", "comparison", "gradient", "room"]
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from memd_client.connection.shard import Shard
     from memd_client.core.backward import Backward
+    from memd_client.core.comparisons import Comparison
     from memd_proto.v1 import session_pb2
 
 _BROKEN = (
@@ -63,6 +64,10 @@ class SealedTarget(Protocol):
 
     def refuse_if_in_use(self) -> None:
         """Raises if somebody has the value in place, and so would not see the update."""
+        ...
+
+    def compare(self) -> Sequence[Comparison]:
+        """Comparisons that `seal` needs; they are made by then."""
         ...
 
     def seal(self) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from memd_client.connection.calls import ControlPlane
+    from memd_client.core.comparisons import Comparison
     from memd_client.core.leases import Leases
 
 _log = logging.getLogger("memd_client")
@@ -38,6 +39,10 @@ class LivingParameter(Protocol):
     @property
     def parameter(self) -> torch.Tensor | None: ...
     def take_writes(self) -> None: ...
+    def compare_value(self) -> Sequence[Comparison]:
+        """Comparisons that `refuse_writes` needs; they are made by then."""
+        ...
+
     def refuse_writes(self) -> None: ...
     def note_sum(self) -> None: ...
     def forget_gradient(self) -> None:

@@ -17,6 +17,7 @@ from weakref import ref
 
 from memd_client.base.process import OwnProcess
 from memd_client.base.statistics import StepTotals
+from memd_client.core.comparisons import compare_together
 from memd_client.core.open_steps import OpenStep, OpenSteps
 from memd_client.core.step_in_flight import (
     Finishing,
@@ -146,6 +147,7 @@ class Steps:
             for target in targets:
                 self._open.refuse_if_sealed(target.shard, "a second step()")
                 target.refuse_if_in_use()
+            compare_together(each for target in targets for each in target.compare())
             sealed: list[SealedTarget] = []
             # First: who copies values ahead must not take one for new that a target has sealed.
             self._is_sealing = True

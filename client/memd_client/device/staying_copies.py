@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import Variable
 
-from memd_client.base.device_waits import note_device_wait
 from memd_client.base.dynamo import untraced
 from memd_client.device.arrivals import Arrivals
 from memd_client.device.departures import Departures
@@ -125,12 +124,6 @@ class StayingCopies:
     def checksum(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `DeviceChecksums`."""
         return self._checksums.of(tensor)
-
-    def has_checksum(self, tensor: torch.Tensor, checksum: torch.Tensor) -> bool:
-        """Waits for the device."""
-        found = self.checksum(tensor)
-        note_device_wait("comparison")
-        return torch.equal(found, checksum)
 
     def refuse_lost(self) -> None:
         """

@@ -21,11 +21,12 @@ from memd_client.parameters.residency import Held, Residency, release_all, unsee
 from memd_client.parameters.thread_uses import this_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from contextlib import ExitStack
     from types import FrameType
 
     from memd_client.connection.shard import Shard
+    from memd_client.core.comparisons import Comparison
     from memd_client.core.job import Job
     from memd_client.parameters.early import EarlyUpdates
     from memd_client.parameters.residency import Classes
@@ -181,6 +182,10 @@ class StreamedParameter:
     def take_writes(self) -> None:
         """Takes what was written through views, or refuses it."""
         self._residency.take_writes()
+
+    def compare_value(self) -> Sequence[Comparison]:
+        """Nothing: the arena shows what was written."""
+        return ()
 
     def refuse_writes(self) -> None:
         """Refuses what was written through views."""

@@ -16,6 +16,7 @@ import torch
 
 from memd_client.base.stalls import closing_step
 from memd_client.core.backward import is_in_backward, running_backward
+from memd_client.core.comparisons import compare_together
 from memd_client.core.load import LOAD_PREFIX, Unfinished, older_daemon
 from memd_client.core.temporary_snapshots import PREFIX
 from memd_client.errors import InvalidArgument, MemdError, NotDurable, NotYet, SessionFenced
@@ -418,7 +419,10 @@ class Transaction:
         """Writes through views of parameters go into this step, unless an earlier `step()` has
         taken their gradients: then nobody may use them before `commit()`."""
         opened = self._job.steps.open
-        for parameter in self._job.shards.parameters:
+        parameters = list(self._job.shards.parameters)
+        sealed = [each for each in parameters if opened.is_sealed(each.shard)]
+        compare_together(each for parameter in sealed for each in parameter.compare_value())
+        for parameter in parameters:
             if opened.is_sealed(parameter.shard):
                 parameter.refuse_writes()
             else:

@@ -12,6 +12,7 @@ import torch
 
 from memd_client.base.device_waits import note_device_wait
 from memd_client.base.dynamo import untraced
+from memd_client.core.comparisons import Comparison
 from memd_client.core.leases import MODE_OVERWRITE
 from memd_client.device.early_gradient import EarlyGradient
 from memd_client.device.staying_copies import StayingCopies, staying_copies
@@ -20,7 +21,7 @@ from memd_client.parameters.hidden import hide
 from memd_client.updates.resident_target import ResidentTarget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from memd_client.core.job import Job
     from memd_client.parameters.early import EarlyUpdates
@@ -54,6 +55,8 @@ class DeviceTarget(ResidentTarget):
         self._is_hooked = False
         self._ahead = _Ahead.AWAY
         self._checksum: torch.Tensor  # of the value that memd has
+        self._compared_value: Comparison | None = None
+        self._compared_gradient: Comparison | None = None
         super().__init__(parameter, job=job, **others)
         self._hook_if_trainable(parameter)
 
@@ -141,10 +144,35 @@ class DeviceTarget(ResidentTarget):
         self.check_gradient()
         super().seal()
 
+    def compare(self) -> Sequence[Comparison]:
+        """See `SealedTarget.compare`. By checksums: memd's own value would have to come from the
+        host, and perhaps from its disk."""
+        gradient = self.gradient_for_reading()
+        compared = list(self.compare_value())
+        left = self._early.left_checksum(gradient, self._copies.loss_count)
+        self._compared_gradient = None
+        if left is not None:
+            # `p.grad.data` and collectives leave no version.
+            self._compared_gradient = Comparison(self._copies.checksum(gradient), left)
+            compared.append(self._compared_gradient)
+        return compared
+
+    def compare_value(self) -> Sequence[Comparison]:
+        """See `LivingParameter.compare_value`."""
+        self._compared_value = None
+        parameter = self._parameter()
+        if parameter is None:
+            return ()
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._compared_value = Comparison(self._copies.checksum(parameter), self._checksum)
+        return [self._compared_value]
+
     def _has_value(self, parameter: torch.Tensor) -> bool:
-        """As of `ResidentTarget`, by checksums: memd's own value would have to come from the host,
-        and perhaps from its disk."""
-        return self._copies.has_checksum(parameter, self._checksum)
+        """As of `ResidentTarget`, as it was compared."""
+        del parameter
+        compared, self._compared_value = self._compared_value, None
+        assert compared is not None
+        return compared.is_same
 
     def _write_value(self, parameter: torch.Tensor) -> None:
         note_device_wait("write")
@@ -153,10 +181,9 @@ class DeviceTarget(ResidentTarget):
 
     def _give_gradient(self) -> None:
         gradient = self.gradient_for_reading()
-        left = self._early.left_checksum(gradient, self._copies.loss_count)
-        # `p.grad.data` and collectives leave no version.
-        has_changed = left is not None and not self._copies.has_checksum(gradient, left)
-        if left is None or has_changed:
+        compared, self._compared_gradient = self._compared_gradient, None
+        has_changed = compared is not None and not compared.is_same
+        if compared is None or has_changed:
             self._send(gradient)
         self._early.end_step(gradient, has_changed=has_changed)
 

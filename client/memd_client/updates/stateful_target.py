@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from memd_client.connection.shard import Shard
+    from memd_client.core.comparisons import Comparison
     from memd_client.transaction.moments import Moments
 
 
@@ -91,6 +92,16 @@ class UpdatedTarget(StatefulTarget):
         if self._keeps_maximum == amsgrad:
             return True
         return self._keeps_maximum and self.update_count > 0
+
+    # The bytes of this process are compared where they are needed.
+
+    def compare(self) -> Sequence[Comparison]:
+        """See `SealedTarget.compare`."""
+        return ()
+
+    def compare_value(self) -> Sequence[Comparison]:
+        """See `LivingParameter.compare_value`."""
+        return ()
 
     # A value that waits for the answer of its step needs none of these.
 
