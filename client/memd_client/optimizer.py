@@ -347,8 +347,9 @@ class Adam(torch.optim.Optimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scales all gradients so that their norm is at most `max_norm`; returns the norm before, a
-        tensor of one element. The bits are those of `torch.nn.utils.clip_grad_norm_` over the same
-        parameters; gradients are leased one at a time.
+        tensor of one element, on the device of the first parameter that has a gradient. The bits
+        are those of `torch.nn.utils.clip_grad_norm_` over the same parameters; gradients are leased
+        one at a time, and nothing waits for a device where torch does not.
 
         Raises:
             RuntimeError: `error_if_nonfinite` and the norm is not finite.

@@ -135,13 +135,15 @@ std::vector<nb::object> lease_together(const std::shared_ptr<ClientSession>& ses
                                        uint8_t part,
                                        uint8_t mode,
                                        double timeout_s,
-                                       uint8_t phase) {
+                                       uint8_t phase,
+                                       bool follows) {
   std::vector<WantedLease> wanted;
   for (const auto& [shard_id, dtype, shape, group] : shards) {
     wanted.push_back({.shard_id = shard_id,
                       .part = static_cast<Part>(part),
                       .mode = static_cast<LeaseMode>(mode),
-                      .stall_group = group});
+                      .stall_group = group,
+                      .follows = follows});
   }
   const StallPlace place = stall_place(phase, 0);
   auto results = [&] {
@@ -340,10 +342,11 @@ void bind_leases(nb::class_<ClientSession>& session) {
           "mode"_a,
           "timeout_s"_a,
           "phase"_a,
+          "follows"_a = true,
           "Leases by request, all of them asked for before the first is waited for. `shards`: "
           "shard "
-          "id, dtype, shape and what stall_group() said of each. Returns a tensor for each, or the "
-          "StatusError of that one.")
+          "id, dtype, shape and what stall_group() said of each. `follows`: they come after the "
+          "step of follow(). Returns a tensor for each, or the StatusError of that one.")
       .def(
           "stall_group",
           [](ClientSession& self, std::string_view name) { return self.stalls().group(name); },

@@ -446,7 +446,7 @@ Request ClientSession::request(const WantedLease& wanted, uint64_t timeout_ns, A
   request.part = wanted.part;
   request.mode = wanted.mode;
   request.timeout_ns = timeout_ns;
-  request.after_call = after_call_.load(std::memory_order_relaxed);
+  request.after_call = wanted.follows ? after_call_.load(std::memory_order_relaxed) : 0;
   return request;
 }
 

@@ -55,6 +55,7 @@ struct WantedLease {
   Part part = Part::value;
   LeaseMode mode = LeaseMode::read;
   uint32_t stall_group = 0;
+  bool follows = true;  // false: it comes before the step of `follow`, which is not sent yet
 };
 
 /// Any thread may call it. In a forked child every call is refused and release() does nothing:

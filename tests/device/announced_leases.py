@@ -88,8 +88,11 @@ class _AnnouncedPlane:
         mode: int,
         timeout_s: float,
         phase: int,
+        follows: bool = True,
     ) -> list[Any]:
-        answers: list[Any] = self._plane.lease_together(shards, part, mode, timeout_s, phase)
+        answers: list[Any] = self._plane.lease_together(
+            shards, part, mode, timeout_s, phase, follows
+        )
         for (shard_id, *_), answer in zip(shards, answers, strict=True):
             if isinstance(answer, torch.Tensor):
                 self._watch(answer)

@@ -33,7 +33,7 @@ PLAIN = Loop("plain")
 LOOPS = {
     "plain": PLAIN,
     "accumulated": replace(PLAIN, backwards=2),
-    "clipped": replace(PLAIN, max_norm=0.05),
+    "clipped": replace(PLAIN, max_norm=0.001),
     "checkpoints": replace(PLAIN, has_checkpoints=True),
     "activations": replace(PLAIN, activations="host"),
     "generates": replace(PLAIN, generates=True),

@@ -1,5 +1,5 @@
-"""Models that are trained on a device with memd, and how they are trained without it: forward and
-backward on the device, gradients to the host, torch's fused AdamW there, values back.
+"""Models that are trained on a device with memd, and how they are trained without it: forward,
+backward and clipping on the device, gradients to the host, torch's fused AdamW there, values back.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Loop:
         return self.name
 
 
-LOOPS = (Loop("plain"), Loop("accumulated", backwards=2), Loop("clipped", max_norm=0.05))
+LOOPS = (Loop("plain"), Loop("accumulated", backwards=2), Loop("clipped", max_norm=0.001))
 # Those in float16 begin with gradients that are infinite, and update nothing then.
 MIXED_LOOPS = (
     Loop("autocast", autocast=torch.bfloat16),
     Loop("scaled", autocast=torch.float16, scale=2.0**23),
     Loop("scaled-accumulated", backwards=2, autocast=torch.float16, scale=2.0**23),
-    Loop("scaled-clipped", max_norm=0.05, autocast=torch.float16, scale=2.0**23),
+    Loop("scaled-clipped", max_norm=0.001, autocast=torch.float16, scale=2.0**23),
     Loop("scaled-alone", scale=1024.0),
 )
 
@@ -123,20 +123,18 @@ def reference(model: str, loop: Loop, device: str, steps: int = STEPS) -> list[T
     # Those of bfloat16 are updated in float32.
     exact = {each: each.detach().float().clone() for each in _trained(host)}
     optimizer = torch.optim.AdamW(exact.values(), lr=RATE, fused=True)
-    # The scaler's numbers are where it divides, as long as nobody orders its copies.
-    holder, scaler = torch.optim.SGD(_trained(host)), _scaler(loop, "cpu")
-    scaler.scale(torch.zeros(()))
+    holder, scaler = torch.optim.SGD(_trained(there)), _scaler(loop, device)
     found: list[Tensor] = []
     for step in range(steps):
         found += _backwards(there, loop, step, scaler)
-        for one, other in zip(there.parameters(), host.parameters(), strict=True):
-            other.grad = one.grad.cpu() if one.grad is not None else None
-            one.grad = None
-        gradients = [each.grad for each in _trained(host) if each.grad is not None]
+        gradients = [each.grad for each in _trained(there) if each.grad is not None]
         is_finite = all(bool(each.isfinite().all()) for each in gradients)
         scaler.unscale_(holder)
         if loop.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(_trained(host), loop.max_norm)
+            torch.nn.utils.clip_grad_norm_(_trained(there), loop.max_norm)
+        for one, other in zip(there.parameters(), host.parameters(), strict=True):
+            other.grad = one.grad.cpu() if one.grad is not None else None
+            one.grad = None
         for parameter, value in exact.items():
             value.grad = parameter.grad.float() if parameter.grad is not None else None
         if is_finite:

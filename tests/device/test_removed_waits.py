@@ -17,6 +17,7 @@ import memd_client
 from memd_client.core.scratch import Scratch
 from memd_client.device import (
     activation_copies,
+    clipping_factor,
     copies,
     departures,
     device_range,
@@ -25,6 +26,7 @@ from memd_client.device import (
     staying_copies,
 )
 from memd_client.device.activation_copies import ActivationCopies, AwayBytes
+from memd_client.device.clipping_factor import ClippingFactor
 from memd_client.device.event_thread import EventThread
 from memd_client.parameters import gradients, lazy, saved_activations
 from memd_client.transaction.transaction import Transaction
@@ -61,8 +63,8 @@ def _orders(call: ast.Call) -> bool:
 WAITS = [
     statement
     for module in (
-        *(activation_copies, copies, departures, device_range, event_thread, filled_memory),
-        *(gradients, staying_copies),
+        *(activation_copies, clipping_factor, copies, departures, device_range, event_thread),
+        *(filled_memory, gradients, staying_copies),
     )
     for statement in statements(module, _orders)
 ]
@@ -124,6 +126,20 @@ def scale(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
     with patch.context() as patched:
         patched.setattr(lazy, "tree_unflatten", announced)  # just before the operation
         trained(daemon, patch, "mlp", "least", MIXED_LOOPS[1])
+
+
+def clip(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
+    """Gradients come back for their norms, and the thread reads the factor in pinned memory."""
+    plain = ClippingFactor.multiply
+
+    def announced(factor: ClippingFactor, gradient: Tensor) -> None:
+        SIM.host_touches(factor._host, writes=False)
+        plain(factor, gradient)
+
+    with patch.context() as patched:
+        patched.setattr(ClippingFactor, "is_one", False)
+        patched.setattr(ClippingFactor, "multiply", announced)
+        trained(daemon, patched, "mlp", "least", LOOPS[2])
 
 
 def share_casts(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
@@ -266,7 +282,7 @@ def drop_what_is_leaving(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
         _filled()
 
 
-SCENARIOS = (train, stay, settle_elsewhere, leave, scale, share_casts)
+SCENARIOS = (train, stay, settle_elsewhere, leave, scale, clip, share_casts)
 SAVING_SCENARIOS = (
     save,
     use_memory_that_was_left,
@@ -288,7 +304,7 @@ def race_of(daemon: Daemon, patch: pytest.MonkeyPatch, scenarios: Sequence[Scena
 
 
 def test_the_waits_are_found() -> None:
-    assert len(WAITS) == 28
+    assert len(WAITS) == 30
 
 
 @pytest.mark.parametrize("seeds", SEEDS)

@@ -169,6 +169,22 @@ TEST_F(RingTest, threads_of_a_client_get_each_their_own_answer) {
   for (uint32_t pin = 0; pin < 50; ++pin) EXPECT_EQ(ring_.pins(pin), 0u);
 }
 
+TEST_F(RingTest, a_lease_comes_after_the_step_that_the_session_follows_unless_it_says_otherwise) {
+  client_->follow(7);
+  for (const bool follows : {true, false}) {
+    std::thread client([&] {
+      const auto leases = client_->lease_together(
+          {{.shard_id = 1, .follows = follows}}, 10 * kSecond, StallPhase::other);
+      ASSERT_TRUE(leases[0].is_ok()) << leases[0].status().message();
+      client_->release(leases[0].value());
+    });
+    const Request request = next_request();
+    EXPECT_EQ(request.after_call, follows ? 7u : 0u);
+    grant(request, 5);
+    client.join();
+  }
+}
+
 TEST_F(RingTest, leases_asked_for_together_are_all_in_the_ring_before_the_first_is_answered) {
   std::vector<Result<LeasedBytes>> leases;
   std::thread client([&] {

@@ -242,7 +242,9 @@ class FakeDaemon:
         mode: int,
         timeout_s: float,
         phase: int,
+        follows: bool = True,
     ) -> list[torch.Tensor | memd_native.StatusError]:
+        assert follows  # others are of devices, which this has not
         self.asked.append(
             FakeAsked(
                 names=[self.shards[shard_id].spec.name for shard_id, _, _, _ in shards],

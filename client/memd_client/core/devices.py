@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
     from memd_client.connection.calls import StepCall
     from memd_client.connection.shard import Shard
-    from memd_client.core.parameter_leases import DeviceTraffic, ParameterLeases
+    from memd_client.core.parameter_leases import (
+        DepartedGradients,
+        DeviceTraffic,
+        LeasesOnDevice,
+        ParameterLeases,
+    )
 
 
 class SessionCopies(Protocol):
@@ -32,7 +37,7 @@ class Devices:
 
     def __init__(self) -> None:
         self._traffic: list[DeviceTraffic] = []
-        self._leases: dict[int, ParameterLeases] = {}  # by shard id
+        self._leases: dict[int, LeasesOnDevice] = {}  # by shard id
         self._others: list[SessionCopies] = []
 
     @property
@@ -43,7 +48,7 @@ class Devices:
         """From now on steps wait for what leaves this device."""
         self._traffic.append(traffic)
 
-    def use(self, leases: ParameterLeases, traffic: DeviceTraffic, shards: Sequence[Shard]) -> None:
+    def use(self, leases: LeasesOnDevice, traffic: DeviceTraffic, shards: Sequence[Shard]) -> None:
         """From now on these are used on a device."""
         self.add(traffic)
         self._leases.update((shard.shard_id, leases) for shard in shards)
@@ -55,6 +60,10 @@ class Devices:
     def leases_of(self, shard: Shard) -> ParameterLeases:
         """Those of a parameter that is used on a device."""
         return self._leases[shard.shard_id]
+
+    def departed(self, shard: Shard) -> DepartedGradients:
+        """Those of the device on which a parameter is used, with its own."""
+        return self._leases[shard.shard_id].departed
 
     def traffic_with(self, device: torch.device) -> DeviceTraffic:
         """That of one of those on this device.

@@ -86,6 +86,7 @@ class DataPlane(ArenaPlane, Protocol):
         mode: int,
         timeout_s: float,
         phase: int,
+        follows: bool = True,
     ) -> list[Any]: ...
     def lease_resident(self, shard_id: int, dtype: int, shape: tuple[int, ...]) -> Any: ...
     def overwrite_gradient(
@@ -255,6 +256,11 @@ class Leases:
         rank has accumulated of it, which is there from the first lease for writing on."""
         return self._ask([shard], part, mode)[0]
 
+    def gradient_before_step(self, shard: Shard) -> torch.Tensor:
+        """A lease for writing of a gradient that the step in flight has taken, and nobody has sent
+        yet."""
+        return self._ask([shard], PART_GRADIENT, MODE_WRITE, follows=False)[0]
+
     def overwrite_gradient(self, shard: Shard, gradient: torch.Tensor) -> None:
         """Copies `gradient`, in the parameter's shape and dtype, into the parameter's slot."""
         if not _is_plain_memory(gradient) or self._step.settle_answered():
@@ -405,7 +411,10 @@ class Leases:
     def note_step(self, wall_seconds: float) -> None:
         self._plane.note_step(wall_seconds)
 
-    def _ask(self, shards: Sequence[Shard], part: int, mode: int) -> list[torch.Tensor]:
+    def _ask(
+        self, shards: Sequence[Shard], part: int, mode: int, *, follows: bool = True
+    ) -> list[torch.Tensor]:
+        step = self._step if follows else NoStep()
         wanted = [(shard.shard_id, *shard.lease_form, self._group_of(shard)) for shard in shards]
         phase = current_phase()
 
@@ -414,11 +423,11 @@ class Leases:
             was_settled = False
             while True:
                 # The step has its own deadline, and the lease's begins when the step ends.
-                follows = self._step.settle_answered()
-                timeout_s = _LOOK_S if follows else _TIMEOUT_S
+                is_behind = step.settle_answered()
+                timeout_s = _LOOK_S if is_behind else _TIMEOUT_S
                 missing = [index for index, lease in enumerate(found) if lease is None]
                 answers = self._plane.lease_together(
-                    [wanted[index] for index in missing], part, mode, timeout_s, phase
+                    [wanted[index] for index in missing], part, mode, timeout_s, phase, follows
                 )
                 failures = []
                 for index, answer in zip(missing, answers, strict=True):
@@ -431,15 +440,15 @@ class Leases:
                 # A refusal tells more than a timeout.
                 failures.sort(key=lambda each: each[0].code == CODE_DEADLINE)
                 error, shard = failures[0]
-                if follows and error.code == CODE_DEADLINE:
+                if is_behind and error.code == CODE_DEADLINE:
                     safe_point()
                     continue
                 # Keep no other lease while waiting for the step's outcome.
                 found = [None] * len(shards)
                 del answers, answer
-                if follows and error.code != CODE_UNAVAILABLE and not was_settled:
+                if is_behind and error.code != CODE_UNAVAILABLE and not was_settled:
                     # If the step failed, that is the cause, and its own error tells more.
-                    self._step.settle_for_lease()
+                    step.settle_for_lease()
                     was_settled = True
                     continue
                 raise self._translated(error, shard) from error
@@ -449,7 +458,7 @@ class Leases:
         except DaemonUnavailable as error:
             # The step in flight matters most: it is unknown now. Its answer is not waited for,
             # since the lease has already waited as long as a caller should.
-            self._step.note_unreachable(error)
+            step.note_unreachable(error)
             raise
 
     def _group_of(self, shard: Shard) -> int:

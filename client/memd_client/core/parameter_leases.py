@@ -58,6 +58,31 @@ class ParameterLeases(ValueLeases, GradientLeases, WatchedLeases, Protocol):
     """`leases.Leases`, or `device_leases.DeviceLeases` for parameters that are used there."""
 
 
+class DepartedGradients(Protocol):
+    """Gradients in host memory that have left a device: `departed_gradients.DepartedGradients`."""
+
+    def norm(self, shard: Shard, norm_type: float) -> torch.Tensor:
+        """On the device."""
+        ...
+
+    def multiply(self, shard: Shard, factor: torch.Tensor) -> None:
+        """Before the gradient is used or a step takes it. Returns at once."""
+        ...
+
+    def forget(self, shard: Shard) -> None:
+        """The gradient is dropped."""
+        ...
+
+
+class LeasesOnDevice(ParameterLeases, Protocol):
+    """`device_leases.DeviceLeases`."""
+
+    @property
+    def departed(self) -> DepartedGradients:
+        """The gradients of its parameters."""
+        ...
+
+
 class DeviceTraffic(Protocol):
     """The copies to and from one device: `DeviceLeases` or `StayingCopies`."""
 

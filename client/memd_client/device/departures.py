@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from memd_client.connection.calls import StepCall
     from memd_client.connection.shard import Shard
     from memd_client.core.registration import HostRegistration
+    from memd_client.device.clipping_factor import ClippingFactor
 
 # Gradients that wait in pinned memory to be added to those of an earlier backward.
 _STAGED_BYTES_MAX = 256 << 20
@@ -74,6 +75,39 @@ class Departures:
             self._staged_bytes += staged.nbytes
         self._depart(shard, leaving, part, staged)
 
+    def multiply(
+        self, shard: Shard, factor: ClippingFactor, lease: Callable[[], torch.Tensor]
+    ) -> None:
+        """Multiplies the gradient in the slot, in the order of these calls; returns at once."""
+        leaving = self._leaving_for(shard, lease)
+        self._thread.after(factor.copied, partial(self._multiply, shard, leaving, factor))
+
+    def multiply_later(self, factor: ClippingFactor, lease: Callable[[], torch.Tensor]) -> None:
+        """As `multiply`, for the step that is sent next: the thread takes the lease, one after the
+        other, since those of all gradients may be more than there is room for."""
+        self._thread.after(factor.copied, partial(_multiply_leased, factor, lease))
+
+    def bring_back(self, shard: Shard, lease: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A copy on the device of the gradient that lies in the slot, or will, for the current
+        stream; returns at once.
+
+        Raises:
+            MemdError: a copy has failed.
+        """
+        self.refuse_lost()
+        there = torch.empty(shard.shape, dtype=shard.dtype, device=self._device)
+        leaving = self._leaving_for(shard, lease)
+        here = torch.accelerator.current_stream(self._device)
+        copied = torch.Event(device=self._device, blocking=True)
+        try:
+            self.join(here)
+            self._registration.copy(there, self._registration.host(leaving.box[0], self._device))
+        finally:
+            # Even then: a part of it may be under way.
+            copied.record(here)
+            self._thread.after(copied, partial(self._finish, shard, leaving))
+        return there
+
     def _leaving_for(self, shard: Shard, lease: Callable[[], torch.Tensor]) -> _Leaving:
         """The lease is taken here: the thread could not take it once a step waits to be sent."""
         with self._lock:
@@ -119,6 +153,12 @@ class Departures:
             if staged is not None:
                 with self._lock:
                     self._staged_bytes -= staged.nbytes
+            self._finish(shard, leaving)
+
+    def _multiply(self, shard: Shard, leaving: _Leaving, factor: ClippingFactor) -> None:
+        try:
+            factor.multiply(leaving.box[0])
+        finally:
             self._finish(shard, leaving)
 
     def _finish(self, shard: Shard, leaving: _Leaving) -> None:
@@ -213,6 +253,11 @@ def _end_with(box: list[torch.Tensor], then: Callable[[torch.Tensor], None]) -> 
         then(box[0])
     finally:
         box.clear()
+
+
+def _multiply_leased(factor: ClippingFactor, lease: Callable[[], torch.Tensor]) -> None:
+    if not factor.is_one:
+        factor.multiply(lease())
 
 
 def _lost(job: str, error: BaseException) -> MemdError:

@@ -23,6 +23,7 @@ from memd_client.base.sizes import format_size
 from memd_client.core.leases import MODE_OVERWRITE, MODE_READ, MODE_WRITE
 from memd_client.device.arrivals import Arrivals
 from memd_client.device.copies import Box, DeviceCopies, Wanted
+from memd_client.device.departed_gradients import DepartedGradients
 from memd_client.device.departures import Departures
 from memd_client.device.space import aligned
 from memd_client.device.use_order import UseOrder
@@ -80,6 +81,9 @@ class DeviceLeases:
         self._registration = leases.registration
         self._arrivals = Arrivals(device, job=job)
         self._departures = Departures(device, leases.registration, job=job)
+        self._departed = DepartedGradients(
+            partial(_host_leases, self._host, job), device, self._departures, job=job
+        )
         self._is_closed = False
 
     def add(self, shards: Sequence[Shard]) -> None:
@@ -320,6 +324,7 @@ class DeviceLeases:
         Raises:
             MemdError: a copy has failed.
         """
+        self._departed.note_use(shard, writes=mode != MODE_READ)
         self._departures.wait_for(shard)
         self._departures.refuse_lost()
         return self._leases.gradient(shard, mode)
@@ -328,14 +333,22 @@ class DeviceLeases:
         """Copies `gradient` into the slot of a parameter; returns at once if it is on a device."""
         self._departures.wait_for(shard)
         if gradient.device.type == "cpu":
+            self._departed.forget(shard)
             self._leases.overwrite_gradient(shard, gradient)
         else:
             lease = partial(self._leases.gradient, shard, MODE_OVERWRITE)
             self._departures.overwrite(shard, gradient, lease)
+            self._departed.note_left(shard, gradient)
 
     def add_gradient(self, shard: Shard, part: torch.Tensor) -> None:
         """Adds to the gradient in the slot, in the order of these calls; returns at once."""
+        self._departed.note_use(shard, writes=True)
         self._departures.add(shard, part, partial(self._leases.gradient, shard, MODE_WRITE))
+
+    @property
+    def departed(self) -> DepartedGradients:
+        """See `LeasesOnDevice`."""
+        return self._departed
 
     def gradient_is_final(self, shard: Shard) -> None:
         """Refused before: see `refuse_early`."""
@@ -351,6 +364,7 @@ class DeviceLeases:
         # If there is no room any more, the next use begins with the least.
         with suppress(torch.OutOfMemoryError):
             self._resize()
+        self._departed.multiply_before_step()
         return self._departures.send_after(begin)
 
     def copy_out(
@@ -392,10 +406,7 @@ class DeviceLeases:
 
     @property
     def _leases(self) -> Leases:
-        leases = self._host()
-        if leases is None:
-            raise _closed(self._job)
-        return leases
+        return _host_leases(self._host, self._job)
 
     @property
     def gradient_order(self) -> GradientOrder:
@@ -452,6 +463,13 @@ def _next_use(
     """Without a reference to the leases, which own the copies that ask."""
     with lock:
         return order.next_use(shard_id, outlasts_step=shard_id not in changing)
+
+
+def _host_leases(host: weakref.ref[Leases], job: str) -> Leases:
+    leases = host()
+    if leases is None:
+        raise _closed(job)
+    return leases
 
 
 def _closed(job: str) -> MemdError:

@@ -237,8 +237,7 @@ class GradientSlot:
                     self.note_sum()
             elif self._present and self._shard.is_on_device:
                 self.prepare_change(leases)
-                if self._storage is not None and self._storage() is not None:
-                    # Somebody holds the memory, and sees the sum there.
+                if _is_alive(self._storage):  # and its holder sees the sum there
                     self._leased(leases).add_(gradient.cpu())
                 else:
                     leases.add_gradient(self._shard, gradient)
@@ -268,7 +267,7 @@ class GradientSlot:
         source = _source_of(gradient)
         with self._lock:
             if source is self:
-                self._refuse_part_of_itself(gradient)
+                _refuse_part_of_itself(gradient, self._shard)
                 return
             self.refuse_if_in_use("p.grad = ...")
             shared = assigned = None
@@ -286,14 +285,6 @@ class GradientSlot:
             if type(gradient) is torch.Tensor and not gradient.is_inference():
                 assigned = AssignedGradient(gradient)
             self._assigned = assigned
-
-    def _refuse_part_of_itself(self, view: torch.Tensor) -> None:
-        """`p.grad = view`, a view of it. All of it is what is there already."""
-        if not view.is_contiguous() or view.storage_offset():
-            raise InvalidArgument(
-                f"the gradient of {self._shard.label!r} cannot become a view of itself with "
-                "another order of elements, whose changes memd would not see; assign a clone()"
-            )
 
     @torch.no_grad()
     def follow_assigned(self, leases: GradientLeases, *, changes: bool = False) -> None:
@@ -387,9 +378,25 @@ class GradientSlot:
 
     @torch.no_grad()
     def multiply(self, factor: torch.Tensor, leases: GradientLeases) -> None:
+        """Multiplies it as torch does where the parameter is used."""
         with self._lock:
-            self.change(leases).mul_(factor)
-            self.show_in_assigned(leases)
+            if self.is_departed(leases):
+                self.prepare_change(leases)
+                self._job.unordered_leases.devices.departed(self._shard).multiply(
+                    self._shard, factor
+                )
+            else:
+                self.change(leases).mul_(factor.cpu())
+                self.show_in_assigned(leases)
+
+    def is_departed(self, leases: GradientLeases) -> bool:
+        """It has left a device, and nobody else sees its slot: changes of it may wait."""
+        with self._lock:
+            if not self._shard.is_on_device or _is_alive(self._storage):
+                return False
+            self.put_zeros()
+            self.follow_assigned(leases)
+            return self._assigned is None
 
     def show(self) -> LazyTensor:
         """Returns `p.grad`. Only while `present`."""
@@ -442,7 +449,7 @@ class GradientSlot:
                 show in another parameter's.
         """
         with self._lock:
-            if self._storage is not None and self._storage() is not None:
+            if _is_alive(self._storage):
                 raise MemdError(
                     f"the memory of the gradient of {self._shard.label!r} is still held (numpy(), "
                     "untyped_storage() or data_ptr() of p.grad), and the gradient cannot become "
@@ -492,7 +499,7 @@ class GradientSlot:
         with self._lock:
             self.put_zeros()
             self.follow_assigned(leases)
-            if self._storage is not None and self._storage() is not None:
+            if _is_alive(self._storage):
                 return self._leased(leases)
             return leases.gradient(self._shard, MODE_READ)
 
@@ -526,6 +533,8 @@ class GradientSlot:
                 self.refuse_if_in_use(what)
             was_present = self._present
             self.forget()
+            if was_present and self._shard.is_on_device:
+                self._job.unordered_leases.devices.departed(self._shard).forget(self._shard)
             self._leave_shared()
             self._taken = False
             return was_present
@@ -600,6 +609,20 @@ class GradientSlot:
                 f"the gradient of {self._shard.label!r} is neither on the parameter's device nor "
                 f"in host memory: {gradient.device}, {device}"
             )
+
+
+def _refuse_part_of_itself(view: torch.Tensor, shard: Shard) -> None:
+    """`p.grad = view`, a view of it. All of it is what is there already."""
+    if not view.is_contiguous() or view.storage_offset():
+        raise InvalidArgument(
+            f"the gradient of {shard.label!r} cannot become a view of itself with another order of "
+            "elements, whose changes memd would not see; assign a clone()"
+        )
+
+
+def _is_alive(storage: weakref.ref[torch.UntypedStorage] | None) -> bool:
+    """Somebody who asked for the memory itself may see it and change it."""
+    return storage is not None and storage() is not None
 
 
 def _at_rest(gradient: torch.Tensor) -> torch.Tensor:

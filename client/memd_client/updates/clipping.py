@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from memd_client.device.departed_gradients import norm_of
 from memd_client.errors import InvalidArgument
 from memd_client.updates.device_target import DeviceTarget
 from memd_client.updates.sharded_target import ShardedTarget, norm_of_all
+from memd_client.updates.streamed_target import StreamedTarget
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -93,7 +95,8 @@ def _total_norm(targets: Sequence[Target], norm_type: float, ranks: Ranks) -> to
     if all(isinstance(target, DeviceTarget) for target in targets):
         return torch.nn.utils.get_total_norm(_gradients(targets), norm_type)
     norms = _norms(targets, norm_type, ranks)
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(_in_torch_order(norms)), norm_type)
+    there = [norm.to(norms[0].device) for norm in _in_torch_order(norms)]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(there), norm_type)
     return total
 
 
@@ -114,7 +117,10 @@ def _norms(targets: Sequence[Target], norm_type: float, ranks: Ranks) -> list[to
 
     def norms() -> Iterable[torch.Tensor]:
         for target in _own(targets, ranks):
-            yield torch.linalg.vector_norm(target.gradient_for_reading(), norm_type).cpu()
+            if isinstance(target, StreamedTarget):
+                yield target.gradient_norm(norm_type)
+            else:
+                yield norm_of(target.gradient_for_reading(), norm_type)
 
     if not ranks.are_several:
         return list(norms())
@@ -135,8 +141,10 @@ def _scale(targets: Sequence[Target], factor: torch.Tensor, job: Job) -> None:
     def scale() -> None:
         for target in own:
             target.refuse_gradient_change()
+        # Only gradients in host memory wait for a factor on a device, and once, as in torch.
+        here = factor if all(map(_is_on_device, own)) else factor.cpu()
         for target in own:
-            target.multiply_gradient(factor)
+            target.multiply_gradient(factor if _is_on_device(target) else here)
 
     def follow() -> None:
         for target in of_others:
@@ -146,6 +154,10 @@ def _scale(targets: Sequence[Target], factor: torch.Tensor, job: Job) -> None:
         # Nobody reads what others have not scaled yet.
         ranks.together(scale, _CLIPPING)
         ranks.together(follow, _CLIPPING)
+
+
+def _is_on_device(target: Target) -> bool:
+    return isinstance(target, DeviceTarget) or target.shard.is_on_device
 
 
 def _in_torch_order(norms: list[torch.Tensor]) -> list[torch.Tensor]:

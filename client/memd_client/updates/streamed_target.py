@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from memd_client.device.departed_gradients import norm_of
 from memd_client.parameters.parameter import take_gradient
 from memd_client.updates.stateful_target import StatefulTarget, UpdatedTarget
 
@@ -65,6 +66,13 @@ class StreamedTarget(UpdatedTarget):
 
     def gradient_for_reading(self) -> torch.Tensor:
         return self._entry.gradient.read(self._entry.job.gradient_leases_of(self.shard))
+
+    def gradient_norm(self, norm_type: float) -> torch.Tensor:
+        """As torch computes it where the parameter is used."""
+        job = self._entry.job
+        if self._entry.gradient.is_departed(job.gradient_leases_of(self.shard)):
+            return job.unordered_leases.devices.departed(self.shard).norm(self.shard, norm_type)
+        return norm_of(self.gradient_for_reading().to(self.shard.device), norm_type)
 
     def refuse_gradient_change(self) -> None:
         """See `GradientSlot.refuse_change`."""

@@ -139,9 +139,9 @@ class ClientSession:
         A torch tensor over the arena's own bytes. The lease lives exactly as long as the tensor's storage.
         """
 
-    def lease_together(self, shards: Sequence[tuple[int, int, Sequence[int], int]], part: int, mode: int, timeout_s: float, phase: int) -> list[object]:
+    def lease_together(self, shards: Sequence[tuple[int, int, Sequence[int], int]], part: int, mode: int, timeout_s: float, phase: int, follows: bool = True) -> list[object]:
         """
-        Leases by request, all of them asked for before the first is waited for. `shards`: shard id, dtype, shape and what stall_group() said of each. Returns a tensor for each, or the StatusError of that one.
+        Leases by request, all of them asked for before the first is waited for. `shards`: shard id, dtype, shape and what stall_group() said of each. `follows`: they come after the step of follow(). Returns a tensor for each, or the StatusError of that one.
         """
 
     def stall_group(self, name: str) -> int:
