@@ -36,7 +36,7 @@ from memd_client.parameters.parameter import StreamedParameter
 from memd_client.parameters.placement import Placement
 from memd_client.parameters.residency import Classes
 from memd_client.parameters.saved_activations import Activations
-from memd_client.parameters.shared_unscaling import share_unscaling
+from memd_client.parameters.shared_unscaling import take_over_unscaling
 from memd_client.parameters.tiles import Tiling, entries_of, tile_name
 from memd_client.parameters.unnamed import unnamed
 from memd_client.tile_linears import TiledLinear
@@ -150,6 +150,8 @@ def offload(
         _refuse_other_group(RankGroup.find(process_group), ranks)
     if activations is not None:
         _refuse_activations(module, job, activations)
+    if place is not None or ranks.are_several:
+        take_over_unscaling()
     if not ranks.are_several:
         _offload(module, session, tier=tier, strict=strict, to=(place, device_bytes))
         if activations is not None:
@@ -164,7 +166,6 @@ def offload(
     job.held_names.look()
     ranks.refuse_different(_described(module), "offload")
     ranks.in_order(lambda: _offload(module, session, tier=tier, strict=strict), "offload")
-    share_unscaling()
     # Weakly: a copy of the module is no copy of the session.
     module.register_forward_pre_hook(partial(_begin_forward, ref(job.rank_gradients)))
     return module

@@ -310,9 +310,7 @@ class Adam(torch.optim.Optimizer):
                 if float(getattr(self, "found_inf", None) or 0.0):
                     self._only_transaction().skip()
                 else:
-                    scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-                    # A scalar on the host divides gradients on any device.
-                    self._step(scale.cpu() if scale is not None else None)
+                    self._step(getattr(self, "grad_scale", None))
         except BaseException:
             # A GradScaler deletes it after a step, and multiplies by one that is left over.
             vars(self).pop("grad_scale", None)
@@ -602,11 +600,16 @@ class Adam(torch.optim.Optimizer):
         """Ranks share the work, but each has its own `p.grad` of what is not offloaded. The step is
         made when all have done theirs."""
         job = self._only_transaction().job
+        # A scalar on the host divides gradients on any device, and waits for it.
+        are_there = [
+            isinstance(each, StreamedTarget) and each.shard.is_on_device for each in updated
+        ]
+        here = scale if all(are_there) else scale.cpu()
         try:
-            for at, target in enumerate(updated):
+            for at, (target, is_there) in enumerate(zip(updated, are_there, strict=True)):
                 is_own = at % job.ranks.world_size == job.ranks.rank
                 if is_own or not isinstance(target, StreamedTarget):
-                    target.unscale(scale)
+                    target.unscale(scale if is_there else here)
         finally:
             note_divided([each for each in updated if isinstance(each, ResidentTarget)], job)
 

@@ -19,6 +19,7 @@ from tests.device.models import are_equal
 from tests.device.offloaded import RATE, batch, published
 from tests.device.offloaded_models import MODELS, Mlp, build
 from tests.device.simulation import SIM
+from tests.device.test_waited_for import held_until_waited_for, leases_of
 from tests.device.trained import connected
 
 if TYPE_CHECKING:
@@ -307,18 +308,18 @@ def test_a_norm_that_is_not_finite(session: Session) -> None:
 def test_nothing_waits_that_does_not_wait_without_memd(session: Session) -> None:
     """The first gradients come back to the device for their norms, and later ones do not."""
     plain = Plain(build("mlp").to("sim"))
+    made = with_memd(session)
+    thread = leases_of(made[0])._departures._thread
     waits = []
-    for model, clip, step in (
-        (plain.model, plain.clip, plain.model.zero_grad),
-        with_memd(session),
-    ):
+    for model, clip, step in ((plain.model, plain.clip, plain.model.zero_grad), made):
         SIM.host_waits()
         before = session.statistics().waited_for
         for number in range(STEPS):
-            backward(model, number)
-            clip(NORM)
-            clip(NORM / 2)
-            step()
+            with held_until_waited_for(session, thread):
+                backward(model, number)
+                clip(NORM)
+                clip(NORM / 2)
+                step()
         waits.append((SIM.host_waits(), Counter(session.statistics().waited_for) - Counter(before)))
     assert waits == [({}, {}), ({}, {})]
 
@@ -412,10 +413,10 @@ def test_a_gradient_that_cannot_be_multiplied_ends_the_step(
     with monkeypatch.context() as patched:
         patched.setattr(session.leases, "gradient_before_step", refuse)
         optimizer.step()
-        with pytest.raises(CapacityError, match=r"could not be clipped.*zero_grad.*no room"):
+        with pytest.raises(CapacityError, match=r"could not be scaled.*zero_grad.*no room"):
             _ = session.committed_step
     optimizer.step()
-    with pytest.raises(CapacityError, match="could not be clipped"):
+    with pytest.raises(CapacityError, match="could not be scaled"):
         _ = session.committed_step
     optimizer.zero_grad()
     found = found_in(model, once, optimizer.clip_grad_norm_, optimizer.step)

@@ -17,18 +17,18 @@ import memd_client
 from memd_client.core.scratch import Scratch
 from memd_client.device import (
     activation_copies,
-    clipping_factor,
     copies,
     departures,
     device_range,
     event_thread,
     filled_memory,
+    gradient_change,
     staying_copies,
 )
 from memd_client.device.activation_copies import ActivationCopies, AwayBytes
-from memd_client.device.clipping_factor import ClippingFactor
 from memd_client.device.event_thread import EventThread
-from memd_client.parameters import gradients, lazy, saved_activations
+from memd_client.device.gradient_change import GradientChange
+from memd_client.parameters import gradients, lazy, saved_activations, shared_unscaling
 from memd_client.transaction.transaction import Transaction
 from tests.device.offloaded import LOOPS, MIXED_LOOPS, Loop, batch
 from tests.device.offloaded_models import build
@@ -63,7 +63,7 @@ def _orders(call: ast.Call) -> bool:
 WAITS = [
     statement
     for module in (
-        *(activation_copies, clipping_factor, copies, departures, device_range, event_thread),
+        *(activation_copies, gradient_change, copies, departures, device_range, event_thread),
         *(filled_memory, gradients, staying_copies),
     )
     for statement in statements(module, _orders)
@@ -115,7 +115,8 @@ def leave(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
 
 
 def scale(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
-    """A GradScaler copies its numbers to pinned memory, which operations on gradients read."""
+    """A GradScaler copies its numbers to pinned memory, which operations on gradients read, as
+    where gradients of the host are beside them."""
 
     def announced(leaves: list[Any], structure: Any) -> Any:
         for leaf in leaves:
@@ -124,21 +125,22 @@ def scale(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
         return tree_unflatten(leaves, structure)
 
     with patch.context() as patched:
+        patched.setattr(shared_unscaling, "unscale_departed", lambda *_: False)
         patched.setattr(lazy, "tree_unflatten", announced)  # just before the operation
         trained(daemon, patch, "mlp", "least", MIXED_LOOPS[1])
 
 
 def clip(daemon: Daemon, patch: pytest.MonkeyPatch) -> None:
     """Gradients come back for their norms, and the thread reads the factor in pinned memory."""
-    plain = ClippingFactor.multiply
+    plain = GradientChange.make_here
 
-    def announced(factor: ClippingFactor, gradient: Tensor) -> None:
-        SIM.host_touches(factor._host, writes=False)
-        plain(factor, gradient)
+    def announced(change: GradientChange, gradient: Tensor) -> None:
+        SIM.host_touches(change._host, writes=False)
+        plain(change, gradient)
 
     with patch.context() as patched:
-        patched.setattr(ClippingFactor, "is_one", False)
-        patched.setattr(ClippingFactor, "multiply", announced)
+        patched.setattr(GradientChange, "is_none", False)
+        patched.setattr(GradientChange, "make_here", announced)
         trained(daemon, patched, "mlp", "least", LOOPS[2])
 
 

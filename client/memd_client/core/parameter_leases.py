@@ -69,6 +69,14 @@ class DepartedGradients(Protocol):
         """Before the gradient is used or a step takes it. Returns at once."""
         ...
 
+    def unscale(self, shard: Shard, inverse: torch.Tensor) -> None:
+        """As `multiply`, in a GradScaler's way."""
+        ...
+
+    def divide(self, shard: Shard, scale: torch.Tensor) -> None:
+        """As `multiply`, in the way of a fused optimizer."""
+        ...
+
     def forget(self, shard: Shard) -> None:
         """The gradient is dropped."""
         ...

@@ -1,8 +1,10 @@
-"""Clipping of gradients that have left a device: their norms, and the factors that they wait for.
+"""Clipping and unscaling of gradients that have left a device: their norms, and the changes that
+they wait for.
 
-A norm is computed on the device as the gradient leaves, if the last one was clipped; otherwise the
-gradient comes back for it. A factor is computed there too. The thread that sends the step
-multiplies with it in the slots before; whoever uses a gradient earlier has that done then.
+A norm is computed on the device as the gradient leaves, if one was asked for the last time;
+otherwise the gradient comes back for it. The number that changes it is computed there too. The
+thread that sends the step makes the change in the slot before; whoever uses a gradient earlier has
+it made then.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from torch.utils._foreach_utils import _has_foreach_support
 
 from memd_client.core.leases import MODE_WRITE
-from memd_client.device.clipping_factor import ClippingFactor
+from memd_client.device.gradient_change import ChangeKind, GradientChange
 from memd_client.errors import MemdError, retold
 
 if TYPE_CHECKING:
@@ -32,11 +34,11 @@ class _Departed:
     """The last gradient of one parameter."""
 
     shard: Shard
-    # The norm that is computed when the next gradient leaves: of this type, or of none.
-    expected: float | None = None
-    norm: tuple[float, torch.Tensor] | None = None  # its type, and the value on the device
+    # Types of norms that are computed when the next gradient leaves.
+    expected: set[float] = field(default_factory=set)
+    norms: dict[float, torch.Tensor] = field(default_factory=dict)  # on the device, by type
     has_changed: bool = False  # on the host, since it has left
-    factors: list[ClippingFactor] = field(default_factory=list)
+    changes: list[GradientChange] = field(default_factory=list)
 
 
 class DepartedGradients:
@@ -58,7 +60,7 @@ class DepartedGradients:
         # Reentrant: garbage that is collected under it may use parameters.
         self._lock = RLock()
         self._departed: dict[int, _Departed] = {}  # by shard id
-        self._last: ClippingFactor | None = None  # one clipping multiplies many gradients
+        self._last: GradientChange | None = None  # one number changes many gradients
 
     def _of(self, shard: Shard) -> _Departed:
         return self._departed.setdefault(shard.shard_id, _Departed(shard))
@@ -66,11 +68,11 @@ class DepartedGradients:
     def note_left(self, shard: Shard, gradient: torch.Tensor) -> None:
         """`gradient` leaves the device, in place of any that was there."""
         with self._lock:
-            norm_type = self._of(shard).expected
-        norm = None if norm_type is None else (norm_type, norm_of(gradient, norm_type))
+            expected = list(self._of(shard).expected)
+        norms = {norm_type: norm_of(gradient, norm_type) for norm_type in expected}
         with self._lock:
             # A norm that nobody asks for is the last.
-            self._departed[shard.shard_id] = _Departed(shard, norm=norm)
+            self._departed[shard.shard_id] = _Departed(shard, norms=norms)
 
     def forget(self, shard: Shard) -> None:
         """The gradient is dropped, or another one comes from the host."""
@@ -79,65 +81,80 @@ class DepartedGradients:
 
     def note_use(self, shard: Shard, *, writes: bool) -> None:
         """Somebody is about to use it in its slot, once `Departures.wait_for` returns."""
-        for factor in self._take_factors(shard):
-            self._departures.multiply(shard, factor, self._lease(shard))
+        for change in self._take_changes(shard):
+            self._departures.change(shard, change, self._lease(shard))
         if writes:
             with self._lock:
                 found = self._of(shard)
-                found.norm, found.has_changed = None, True
+                found.has_changed = True
+                found.norms.clear()
 
     def norm(self, shard: Shard, norm_type: float) -> torch.Tensor:
         """Its norm, as torch computes it on the device."""
         with self._lock:
             found = self._of(shard)
-            found.expected = None if found.has_changed else norm_type
-            if found.norm is not None and found.norm[0] == norm_type:
-                return found.norm[1]
+            if not found.has_changed and not found.changes:
+                found.expected.add(norm_type)
+            if norm_type in found.norms:
+                return found.norms[norm_type]
         return norm_of(self._there(shard), norm_type)
 
     def multiply(self, shard: Shard, factor: torch.Tensor) -> None:
         """Multiplies it, as torch does on the device."""
-        if factor.dtype != shard.dtype:
-            # Devices differ in the type that they multiply in.
-            there = self._there(shard)
-            torch._foreach_mul_([there], factor.to(self._device))
-            self._departures.overwrite(shard, there, self._lease(shard))
+        if factor.dtype == shard.dtype:
+            self._note_change(shard, ChangeKind.multiply, factor)
+            return
+        # Devices differ in the type that they multiply in.
+        there = self._there(shard)
+        torch._foreach_mul_([there], factor.to(self._device))
+        self._departures.overwrite(shard, there, self._lease(shard))
         with self._lock:
             found = self._of(shard)
-            found.norm = None
-            if factor.dtype != shard.dtype:
-                found.factors = []
-                return
-            if self._last is None or self._last.factor is not factor:
-                self._last = ClippingFactor(factor)
-            found.factors.append(self._last)
+            found.norms.clear()
+            found.changes.clear()
 
-    def multiply_before_step(self) -> None:
+    def unscale(self, shard: Shard, inverse: torch.Tensor) -> None:
+        """As a GradScaler, which has checked it."""
+        self._note_change(shard, ChangeKind.unscale, inverse)
+
+    def divide(self, shard: Shard, scale: torch.Tensor) -> None:
+        """As a fused optimizer under a GradScaler does."""
+        self._note_change(shard, ChangeKind.divide, scale)
+
+    def _note_change(self, shard: Shard, kind: ChangeKind, number: torch.Tensor) -> None:
+        with self._lock:
+            if self._last is None or not self._last.is_by(kind, number):
+                self._last = GradientChange(kind, number)
+            found = self._of(shard)
+            found.norms.clear()
+            found.changes.append(self._last)
+
+    def change_before_step(self) -> None:
         """A step is about to be sent by the thread, behind what this gives it to do."""
         with self._lock:
-            found = [each.shard for each in self._departed.values() if each.factors]
+            found = [each.shard for each in self._departed.values() if each.changes]
             self._last = None
         for shard in found:
             lease = partial(self._lease_before_step, shard)
-            for factor in self._take_factors(shard):
-                self._departures.multiply_later(factor, lease)
+            for change in self._take_changes(shard):
+                self._departures.change_later(change, lease)
 
-    def _take_factors(self, shard: Shard) -> list[ClippingFactor]:
+    def _take_changes(self, shard: Shard) -> list[GradientChange]:
         with self._lock:
             found = self._of(shard)
-            factors, found.factors = found.factors, []
-            return factors
+            changes, found.changes = found.changes, []
+            return changes
 
     def _there(self, shard: Shard) -> torch.Tensor:
         """A copy of the gradient on the device."""
         with self._lock:
             found = self._of(shard)
-            has_changed, factors = found.has_changed, list(found.factors)
+            has_changed, changes = found.has_changed, list(found.changes)
         if has_changed:
             self._departures.wait_for(shard)
         there = self._departures.bring_back(shard, self._lease(shard))
-        for factor in factors:
-            torch._foreach_mul_([there], factor.factor.to(self._device))
+        for change in changes:
+            change.make_there(there)
         return there
 
     def _lease(self, shard: Shard) -> Callable[[], torch.Tensor]:
@@ -149,7 +166,7 @@ class DepartedGradients:
         except MemdError as error:
             raise retold(
                 error,
-                f"job {self._job!r}: the gradient of {shard.label!r} could not be clipped, so call "
+                f"job {self._job!r}: the gradient of {shard.label!r} could not be scaled, so call "
                 f"optimizer.zero_grad() and repeat the batch: {error}",
             ) from error
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from memd_client.connection.calls import StepCall
     from memd_client.connection.shard import Shard
     from memd_client.core.registration import HostRegistration
-    from memd_client.device.clipping_factor import ClippingFactor
+    from memd_client.device.gradient_change import GradientChange
 
 # Gradients that wait in pinned memory to be added to those of an earlier backward.
 _STAGED_BYTES_MAX = 256 << 20
@@ -75,17 +75,17 @@ class Departures:
             self._staged_bytes += staged.nbytes
         self._depart(shard, leaving, part, staged)
 
-    def multiply(
-        self, shard: Shard, factor: ClippingFactor, lease: Callable[[], torch.Tensor]
+    def change(
+        self, shard: Shard, change: GradientChange, lease: Callable[[], torch.Tensor]
     ) -> None:
-        """Multiplies the gradient in the slot, in the order of these calls; returns at once."""
+        """Changes the gradient in the slot, in the order of these calls; returns at once."""
         leaving = self._leaving_for(shard, lease)
-        self._thread.after(factor.copied, partial(self._multiply, shard, leaving, factor))
+        self._thread.after(change.copied, partial(self._change, shard, leaving, change))
 
-    def multiply_later(self, factor: ClippingFactor, lease: Callable[[], torch.Tensor]) -> None:
-        """As `multiply`, for the step that is sent next: the thread takes the lease, one after the
+    def change_later(self, change: GradientChange, lease: Callable[[], torch.Tensor]) -> None:
+        """As `change`, for the step that is sent next: the thread takes the lease, one after the
         other, since those of all gradients may be more than there is room for."""
-        self._thread.after(factor.copied, partial(_multiply_leased, factor, lease))
+        self._thread.after(change.copied, partial(_change_leased, change, lease))
 
     def bring_back(self, shard: Shard, lease: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A copy on the device of the gradient that lies in the slot, or will, for the current
@@ -155,9 +155,9 @@ class Departures:
                     self._staged_bytes -= staged.nbytes
             self._finish(shard, leaving)
 
-    def _multiply(self, shard: Shard, leaving: _Leaving, factor: ClippingFactor) -> None:
+    def _change(self, shard: Shard, leaving: _Leaving, change: GradientChange) -> None:
         try:
-            factor.multiply(leaving.box[0])
+            change.make_here(leaving.box[0])
         finally:
             self._finish(shard, leaving)
 
@@ -255,9 +255,9 @@ def _end_with(box: list[torch.Tensor], then: Callable[[torch.Tensor], None]) -> 
         box.clear()
 
 
-def _multiply_leased(factor: ClippingFactor, lease: Callable[[], torch.Tensor]) -> None:
-    if not factor.is_one:
-        factor.multiply(lease())
+def _change_leased(change: GradientChange, lease: Callable[[], torch.Tensor]) -> None:
+    if not change.is_none:
+        change.make_here(lease())
 
 
 def _lost(job: str, error: BaseException) -> MemdError:

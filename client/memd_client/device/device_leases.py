@@ -364,7 +364,7 @@ class DeviceLeases:
         # If there is no room any more, the next use begins with the least.
         with suppress(torch.OutOfMemoryError):
             self._resize()
-        self._departed.multiply_before_step()
+        self._departed.change_before_step()
         return self._departures.send_after(begin)
 
     def copy_out(

@@ -361,10 +361,25 @@ class GradientSlot:
     def unscale(self, scale: torch.Tensor, leases: GradientLeases) -> None:
         """Divides it by `scale`, unless that was done since it came."""
         with self._lock:
-            if not self._is_unscaled:
-                self.change(leases).div_(scale)
+            if self._is_unscaled:
+                return
+            if self.is_departed(leases):
+                self.prepare_change(leases)
+                departed = self._job.unordered_leases.devices.departed(self._shard)
+                departed.divide(self._shard, scale)
+            else:
+                self.change(leases).div_(scale.cpu())
                 self.show_in_assigned(leases)
-                self._is_unscaled = True
+            self._is_unscaled = True
+
+    def is_departed(self, leases: GradientLeases) -> bool:
+        """It has left a device, and nobody else sees its slot: changes of it may wait."""
+        with self._lock:
+            if not self._shard.is_on_device or _is_alive(self._storage) or self._shared is not None:
+                return False
+            self.put_zeros()
+            self.follow_assigned(leases)
+            return self._assigned is None
 
     def refuse_change(self) -> None:
         """Before gradients of several parameters change, all or none.
@@ -388,15 +403,6 @@ class GradientSlot:
             else:
                 self.change(leases).mul_(factor.cpu())
                 self.show_in_assigned(leases)
-
-    def is_departed(self, leases: GradientLeases) -> bool:
-        """It has left a device, and nobody else sees its slot: changes of it may wait."""
-        with self._lock:
-            if not self._shard.is_on_device or _is_alive(self._storage):
-                return False
-            self.put_zeros()
-            self.follow_assigned(leases)
-            return self._assigned is None
 
     def show(self) -> LazyTensor:
         """Returns `p.grad`. Only while `present`."""
@@ -609,6 +615,14 @@ class GradientSlot:
                 f"the gradient of {self._shard.label!r} is neither on the parameter's device nor "
                 f"in host memory: {gradient.device}, {device}"
             )
+
+
+def whole_gradient(gradient: torch.Tensor) -> GradientBytes | None:
+    """None if `gradient` is not `p.grad` of a parameter."""
+    source = gradient.source if isinstance(gradient, LazyTensor) else None
+    if not isinstance(source, GradientBytes) or source.slot is None:
+        return None
+    return source if source.slot.is_shown_by(gradient) else None
 
 
 def _refuse_part_of_itself(view: torch.Tensor, shard: Shard) -> None:

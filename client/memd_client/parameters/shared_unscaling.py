@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memd_client.parameters.gradients import GradientBytes
-from memd_client.parameters.lazy import LazyTensor, take_over
+from memd_client.parameters.departed_unscaling import unscale_departed
+from memd_client.parameters.gradients import whole_gradient
+from memd_client.parameters.lazy import take_over
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +33,7 @@ def _unscale_together(
         MemdError: another rank could not. If it has failed while they changed, they are void. With
             a scale of one nothing changes.
     """
-    shown = [_whole(gradient) for gradient in gradients]
+    shown = [whole_gradient(gradient) for gradient in gradients]
     slots = [each.slot for each in shown if each is not None and each.slot is not None]
     jobs = {each.job for each in shown if each is not None and each.job is not None}
     if len(slots) != len(gradients) or len(jobs) != 1:
@@ -110,14 +111,15 @@ def _unscale_one(
             slot.show_in_assigned(leases)
 
 
-def _whole(gradient: torch.Tensor) -> GradientBytes | None:
-    """None if `gradient` is not `p.grad` of a parameter."""
-    source = gradient.source if isinstance(gradient, LazyTensor) else None
-    if not isinstance(source, GradientBytes) or source.slot is None:
-        return None
-    return source if source.slot.is_shown_by(gradient) else None
+def _unscale_first(
+    gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+) -> bool:
+    return unscale_departed(gradients, found_inf, inverse_scale) or _unscale_together(
+        gradients, found_inf, inverse_scale
+    )
 
 
-def share_unscaling() -> None:
-    """From now on ranks check and unscale gradients together. A second call does nothing."""
-    take_over(_unscale, _unscale_together)
+def take_over_unscaling() -> None:
+    """From now on ranks check and unscale gradients together, and gradients that have left a device
+    are checked and unscaled there. A second call does nothing."""
+    take_over(_unscale, _unscale_first)
