@@ -310,6 +310,8 @@ class Steps:
         step.disk_error = response.disk_error
         step.durable_step = response.durable_step
         step.outcome = Outcome.COMMITTED
+        # Another daemon, that leases of its values may come to, has the step and knows no call.
+        self._follow(0)
 
     def _take_back(self, step: StepInFlight) -> None:
         """Without the lock, as `_finish`."""
