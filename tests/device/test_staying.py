@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from memd_client import Session
+    from memd_client.connection.shard import Shard
     from tests.daemons import Daemon
     from tests.device.staying import Change, Stepped
 
@@ -247,6 +248,36 @@ def test_gradients_leave_in_the_last_backward_unless_they_change_behind_it(
     assert step(2, clip) == {"step": count}
     assert step(1, nothing) == {"step": count}
     assert step(1, nothing) == {"backward 0": count}
+
+
+def test_a_gradient_of_another_dtype_stays_and_the_step_refuses_it(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulation has no sparse ones."""
+    model, optimizer = staying(session)
+    parameter = next(model.parameters())
+    left: list[str] = []
+    plain_leave = StayingCopies.leave
+
+    def leave(copies: StayingCopies, shard: Shard, *others: Any) -> None:
+        left.append(shard.name)
+        plain_leave(copies, shard, *others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StayingCopies, "leave", leave)
+        parameter.grad_dtype = torch.bfloat16
+        backward(model, 0)
+    assert sorted([*left, "layers.0.weight"]) == sorted(dict(model.named_parameters()))
+    with pytest.raises(InvalidArgument, match="another shape or dtype than the parameter"):
+        optimizer.step()
+    optimizer.zero_grad()
+    parameter.grad_dtype = torch.float32
+    for step in range(STEPS):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [each.cpu() for each in model.state_dict().values()]
+    assert are_equal(found, reference("mlp", LOOPS[0], "sim")[STEPS:])
 
 
 def test_nothing_leaves_in_a_backward_that_is_captured(
