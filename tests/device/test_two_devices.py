@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import memd_client
 from tests.device.models import are_equal
 from tests.device.offloaded import RATE, STEPS, batch
+from tests.device.offloaded_models import Mlp
 from tests.device.simulation import SIM
 from tests.device.trained import connected
 
@@ -120,3 +121,44 @@ def test_both_have_the_bits_of_training_without_memd(
         with connected(daemon, monkeypatch) as session:
             assert are_equal(trained(session, run, optimizers=optimizers), expected)
             assert session.statistics().leases_held == 0
+
+
+class Parts(nn.Module):
+    """One loss over both devices: its backward has a thread for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(Mlp() for _ in DEVICES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses = [part(x.to(to)) for to, part in zip(DEVICES, self.parts, strict=True)]
+        return torch.stack([loss.to(DEVICES[0]) for loss in losses]).sum()
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_one_backward_over_both_loses_no_gradient(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, seeds: int
+) -> None:
+    plain = Parts()
+    for part, device in zip(plain.parts, DEVICES, strict=True):
+        part.to(device)
+    for seed in range(seeds):
+        SIM.seed(seed)
+        with connected(daemon, monkeypatch) as session:
+            model = Parts()
+            for name, device in enumerate(DEVICES):
+                holder = nn.ModuleDict({str(name): model.parts[name]})
+                memd_client.offload(holder, session, device=device, device_bytes="1MiB")
+            # Values stay as they are.
+            optimizer = memd_client.AdamW(model.named_parameters(), lr=0.0, session=session)
+            for number in range(STEPS):
+                for each in (plain, model):
+                    each.zero_grad()
+                    each(batch(number).to("sim", non_blocking=True)).backward()
+                assert are_equal(gradients(model), gradients(plain))
+                optimizer.step()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [each.grad.cpu() for each in model.parameters() if each.grad is not None]

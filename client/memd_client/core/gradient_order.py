@@ -83,6 +83,7 @@ class GradientOrder:
         self._begin = 0  # in `_order`: the next expected
         self._end = 0  # in `_order`: behind the last reserved
         self._has_asked = False
+        self._coming = set[int]()  # shard ids of those that are being accumulated
         self._graph_task = _NO_TASK  # the backward at whose end slots are returned
         self._expected_task = _NO_TASK  # the last backward passed to `expect_backward`
         # Reentrant: a BackwardEnd that torch refuses is deleted inside.
@@ -105,9 +106,16 @@ class GradientOrder:
         """From now on no slot is reserved ahead."""
         self._may_ask = False
 
+    def comes(self, slot: Slot) -> None:
+        """A gradient is about to lease its slot. Backwards of several devices have a thread each:
+        another one must not ask for the slot meanwhile, and give it back with the gradient."""
+        with self._lock:
+            self._coming.add(slot.shard.shard_id)
+
     def came(self, slot: Slot, *, is_first: bool) -> None:
         """A gradient is in its slot; `is_first`: the first one since the last step."""
         with self._lock:
+            self._coming.discard(slot.shard.shard_id)
             if is_first:
                 self._next_order.setdefault(weakref.ref(slot))
             position = self._position.get(slot.shard.shard_id)
@@ -139,7 +147,8 @@ class GradientOrder:
                 total_bytes += slot.shard.size_bytes
                 if total_bytes > _AHEAD_BYTES:
                     break
-                if position >= self._end and not (slot.present or slot.is_sealed):
+                is_coming = slot.shard.shard_id in self._coming
+                if position >= self._end and not (is_coming or slot.present or slot.is_sealed):
                     wanted.append(slot.shard.shard_id)
             self._end = max(self._end, position + 1)
         if wanted:

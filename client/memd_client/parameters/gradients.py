@@ -227,6 +227,7 @@ class GradientSlot:
             )
         with self._lock:
             is_first = not self.has_come
+            leases.gradient_order.comes(self)
             if self._job.ranks.are_several:
                 if self._assigned is not None:
                     self._assigned.refuse_sum(self._shard.label)
