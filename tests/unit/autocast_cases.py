@@ -28,6 +28,7 @@ from tests.unit.client_cases import (
     build,
     leases_held,
     loss_of,
+    skip_without_kernel,
 )
 
 if TYPE_CHECKING:
@@ -214,7 +215,9 @@ class LivingCasts(TorchDispatchMode):
 def cast_pair(request: pytest.FixtureRequest, session: Session) -> tuple[nn.Module, nn.Module]:
     """An offloaded model, and the same one in memory."""
     make = AUTOCAST_MODELS[request.param]
-    return memd_client.offload(build(make), session), build(make)
+    reference = build(make)
+    skip_without_kernel(reference, torch.bfloat16)
+    return memd_client.offload(build(make), session), reference
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import io
 import pickle
 import re
 import threading
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -264,6 +265,23 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def build(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return make()
+
+
+def skip_without_kernel(model: nn.Module, dtype: torch.dtype) -> None:
+    """oneDNN has an LSTM of low precision for some CPUs, and torch fails on the others."""
+    if isinstance(model, Recurrent) and not _has_lstm(dtype):
+        pytest.skip(f"torch has no LSTM kernel in {dtype} on this CPU")
+
+
+@cache
+def _has_lstm(dtype: torch.dtype) -> bool:
+    try:
+        with torch.autocast("cpu", dtype=dtype):
+            nn.LSTM(8, 8)(torch.ones(1, 1, 8))
+    except RuntimeError as error:
+        assert "primitive" in str(error)  # noqa: PT017  # any other error is no lack of a kernel
+        return False
+    return True
 
 
 def batch(model: nn.Module, index: int = 0) -> torch.Tensor:
