@@ -26,12 +26,16 @@ from memd_client.parameters.tiles import entries_of, is_in_memd
 from memd_client.transaction.adam_settings import adam_settings, plain_betas, refuse_group
 from memd_client.transaction.module_names import without_wrappers
 from memd_client.transaction.shown_states import begin_shown, listing, refuse_changed, show
+from memd_client.transaction.transaction import call_settled
 from memd_client.updates.clipping import clip_gradients
+from memd_client.updates.delayed_updates import DelayedUpdates
 from memd_client.updates.device_target import DeviceTarget
 from memd_client.updates.loaded_states import refuse_state, replace_states, state_of
+from memd_client.updates.pending_states import replace_pending, split_pending, with_pending
 from memd_client.updates.resident_ranks import note_divided, refuse_apart
 from memd_client.updates.resident_target import ResidentTarget
 from memd_client.updates.streamed_target import StreamedTarget, TiledTarget
+from memd_client.updates.target_table import TargetsById
 from memd_client.updates.targets import (
     Part,
     Target,
@@ -44,7 +48,7 @@ from memd_client.updates.targets import (
 from memd_proto.v1 import session_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from memd_client.connection.shard import Shard
     from memd_client.session import Session
@@ -54,36 +58,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memd_client")
 _SCALING = "step under a GradScaler"  # as in "all ranks step under a GradScaler alike"
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
-
-
-class _Targets(dict[int, Target]):
-    """By the id of a parameter, which is kept alive: no other gets its id, even if somebody takes
-    it out of its group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._parameters: list[torch.Tensor] = []
-
-    def add(self, parameter: torch.Tensor, target: Target) -> None:
-        self._parameters.append(parameter)
-        self[id(parameter)] = target
-
-    def parts(self) -> Iterator[Part]:
-        """The targets that steps update."""
-        return chain.from_iterable(target.parts for target in self.values())
-
-    def forget_assigned(self) -> None:
-        """Gradients end, also those that were assigned to parameters in tiles."""
-        for target in self.values():
-            if isinstance(target, TiledTarget):
-                target.forget_assigned()
-
-    def __missing__(self, key: int) -> NoReturn:
-        """A parameter that came into `param_groups` without `add_param_group` is not in memd."""
-        raise InvalidArgument(
-            "a parameter in optimizer.param_groups was put there by hand, and memd does not know "
-            "it; use add_param_group(), or make a new optimizer after offload()"
-        )
 
 
 class Adam(torch.optim.Optimizer):
@@ -114,6 +88,14 @@ class Adam(torch.optim.Optimizer):
             again. There is one backward a step: a second gradient of a parameter raises
             InvalidArgument in backward. So do `clip_grad_norm_()` and a GradScaler, which change
             every gradient after backward.
+        delayed_update: of parameters that stay in this process or on a device. The daemon makes an
+            update while the next forward and backward run, with the values from before it, and the
+            next `step()` brings the new ones: ZeRO-Offload's one-step delay. A number: from this
+            step on, as `resume()` counts them. The update has the settings of its own step. A
+            commit has the values that the next forward uses, which takes their bytes twice more
+            of the job's quotas, and `resume()` goes on with them. Snapshots have both too, and an
+            export of one the values with every update; `save_safetensors` and `state_dict()` of the
+            model have those that it shows. `has_pending_update` tells whether one is pending.
         session: needed if no parameter is offloaded.
         tier: where parameters that are not offloaded are kept, as in `offload`. Those that are
             offloaded, and their state, stay in their own tier.
@@ -142,6 +124,7 @@ class Adam(torch.optim.Optimizer):
         tier: str = "nvme",
         state_dtype: torch.dtype = torch.float32,
         step_in_backward: bool = False,
+        delayed_update: bool | int = False,
         foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
@@ -155,8 +138,9 @@ class Adam(torch.optim.Optimizer):
         self._transaction = session.transaction if session is not None else None
         self._tier = TIERS[tier]
         self._has_warned = False
-        self._targets = _Targets()
+        self._targets = TargetsById()
         self._early = EarlyUpdates(_weakly(self._expected_groups)) if step_in_backward else None
+        self._delayed = DelayedUpdates(delayed_update)
         defaults = {
             "lr": lr,
             "betas": plain_betas(betas),
@@ -200,6 +184,9 @@ class Adam(torch.optim.Optimizer):
             ]
             if self._early is not None and any(map(is_offloaded_to_device, parameters)):
                 refuse_early()
+            self._delayed.admit(
+                parameters, names, self._transaction, is_early=self._early is not None
+            )
             targets = own(
                 parameters,
                 names,
@@ -208,6 +195,7 @@ class Adam(torch.optim.Optimizer):
                 tier=self._tier,
                 amsgrad=bool(group["amsgrad"]),
             )
+            self._delayed.add(targets, self._transaction)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -259,6 +247,35 @@ class Adam(torch.optim.Optimizer):
             self._ranks.refuse_different({"the scale": scale}, _SCALING)
             gradients.note_agreed(_SCALING, scale)
 
+    @property
+    def delayed_update(self) -> bool | int:
+        """As it was given. It may be set between steps: with False the next step is not delayed."""
+        return self._delayed.begin
+
+    @delayed_update.setter
+    def delayed_update(self, begin: bool | int) -> None:
+        self._delayed.begin = begin
+
+    @property
+    def has_pending_update(self) -> bool:
+        """Parameters lack the update of the last step, which was delayed."""
+        return self._delayed.are_pending
+
+    @untraced
+    def bring_pending_update(self) -> None:
+        """Puts the values with the pending update in place, as the next `step()` would: to evaluate
+        or save with them. The last commit has it pending still: a resumed loop begins without it.
+        Where each run has to bring it after the same steps, give it to `session.after_commit()`.
+
+        Raises:
+            InvalidArgument: between `step()` and `session.commit()`.
+            MemdError: a value was written while its update was pending, and the change is lost.
+        """
+        if self._transaction is not None:
+            job = self._transaction.job
+            bring = partial(self._delayed.bring, job)
+            call_settled(self._transaction, "bring_pending_update()", bring)
+
     def shard_name(self, parameter: torch.Tensor) -> str:
         """The name under which memd has a parameter of this optimizer."""
         return self._targets[id(parameter)].shard.name
@@ -307,8 +324,10 @@ class Adam(torch.optim.Optimizer):
                 loss = call_user(closure)
         try:
             with torch.no_grad():
+                self._delayed.refuse_in_backward()
                 if float(getattr(self, "found_inf", None) or 0.0):
-                    self._only_transaction().skip()
+                    transaction = self._only_transaction()
+                    transaction.skip(partial(self._delayed.begin_step, transaction.job))
                 else:
                     self._step(getattr(self, "grad_scale", None))
         except BaseException:
@@ -379,6 +398,11 @@ class Adam(torch.optim.Optimizer):
         `moments.MomentTensor`. The format has no fp32 values of bfloat16 parameters: training that
         loads it goes on from the bfloat16 values. `save_optimizer_safetensors` and
         `checkpoint.Writer` save them.
+
+        While an update is pending, states have other names, with `pending_` before them, and the
+        values after the update: an optimizer with `delayed_update` goes on from them and
+        `model.state_dict()` of the same moment. `step` is a sentence then, which torch's optimizers
+        show when they refuse it.
         """
         with listing(self, self._states()):
             state: dict[str, Any] = without_compiler(super().state_dict)
@@ -439,7 +463,8 @@ class Adam(torch.optim.Optimizer):
                 f"the state is of an optimizer with {len(saved_order)} parameters; this one has "
                 f"{len(targets)}"
             )
-        states = [state_of(state_dict["state"], index) for index in saved_order]
+        found = [state_of(state_dict["state"], index) for index in saved_order]
+        states, pending = split_pending(targets, found, self._delayed)
         if not any(states) and any(target.update_count for target in targets):
             self._refuse_emptied(state_dict["state"], saved_order)
         for target, state in zip(targets, states, strict=True):
@@ -450,6 +475,7 @@ class Adam(torch.optim.Optimizer):
         )
         try:
             self._load_states(states)
+            replace_pending(pending, self._only_transaction())
         except BaseException:
             _replace_groups(self, groups)
             raise
@@ -484,6 +510,7 @@ class Adam(torch.optim.Optimizer):
             InvalidArgument: between `step()` and `session.commit()`; or the job has other sessions.
         """
         self._only_transaction().job.settle_for("new state of the optimizer")
+        self._delayed.refuse_pending("reset_state()")
         self._load_states([None] * len(list(self._in_order())))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -583,6 +610,7 @@ class Adam(torch.optim.Optimizer):
                     target.follow_assigned()
 
         def prepare() -> None:
+            self._delayed.begin_step(transaction.job)
             self._refuse_apart(updated, look)
             if scale is not None:
                 self._unscale(updated, scale)
@@ -689,7 +717,11 @@ class Adam(torch.optim.Optimizer):
         moments = self._transaction.moments
         is_new = all(target.update_count == 0 for target in self._in_order())
         return {
-            parameter: target.state(moments, amsgrad=bool(group["amsgrad"]))
+            parameter: with_pending(
+                target,
+                target.state(moments, amsgrad=bool(group["amsgrad"])),
+                self._transaction,
+            )
             for group in self.param_groups
             for parameter in group["params"]
             if (target := self._targets[id(parameter)]).update_count
@@ -747,6 +779,7 @@ class AdamW(Adam):
         tier: str = "nvme",
         state_dtype: torch.dtype = torch.float32,
         step_in_backward: bool = False,
+        delayed_update: bool | int = False,
         foreach: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
@@ -764,6 +797,7 @@ class AdamW(Adam):
             tier=tier,
             state_dtype=state_dtype,
             step_in_backward=step_in_backward,
+            delayed_update=delayed_update,
             foreach=foreach,
             capturable=capturable,
             differentiable=differentiable,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from memd_client.connection.shard import Shard
     from memd_client.core.job import Job
     from memd_client.core.leases import Leases
+
+_log = logging.getLogger("memd_client")
 
 
 class Session:
@@ -186,7 +189,9 @@ class Session:
         not count.
 
         Args:
-            wait: returns when the step is committed, as the job's durability requires.
+            wait: returns when the step is committed, as the job's durability requires. The log
+                says then if it has an update that is pending in this process: see
+                `has_pending_update`.
 
         Raises:
             InvalidArgument: something tracked holds what is not plain data; the message gives the
@@ -204,6 +209,13 @@ class Session:
                 could not be put in place in this process: call again.
         """
         self._transaction.commit(wait=wait)
+        if wait and self.has_pending_update:
+            _log.info(
+                "job %r: commit %d has an update that is pending: the next step() brings it to the "
+                "parameters here",
+                self.job,
+                self._job.steps.committed_step,
+            )
 
     @untraced
     def resume(self) -> int:
@@ -301,6 +313,13 @@ class Session:
                 unknown outcome.
         """
         return self._transaction.durable_step
+
+    @property
+    def has_pending_update(self) -> bool:
+        """Parameters in this process lack the update of the last step, which `delayed_update` of an
+        optimizer has delayed: its next `step()`, or `bring_pending_update()`, brings it. The commit
+        has both values. `commit(wait=True)` logs that there is one."""
+        return any(each.has_pending_update for each in self._transaction.optimizers)
 
     # The session itself
 

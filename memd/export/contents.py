@@ -77,7 +77,7 @@ CODES_OF_FROZEN = {
     "float4_e2m1fn_x2": "F4_E2M1FN_X2",
 }
 # Names that the client gives to what a commit stores beside parameters, buffers and blobs.
-_TRACKED_PREFIX = "memd.tracked."
+_OWN_PREFIXES = ("memd.tracked.", "memd.delayed.")
 _STAGED_SUFFIX = "@staged"  # of the next commit
 _SCRATCH_PREFIXES = ("@load/", "@offload/", "@init/")
 _LOAD_PLAN = "@load/plan"
@@ -189,9 +189,9 @@ def _is_scratch(shard: job_pb2.SnapshotShard) -> bool:
 
 
 def _is_buffer(shard: job_pb2.SnapshotShard) -> bool:
-    """A module's, and not what `session.track()` stores."""
-    is_tracked = shard.spec.name.startswith(_TRACKED_PREFIX)
-    return shard.spec.kind == types_pb2.SHARD_KIND_BUFFER and not is_tracked
+    """A module's, and not what `session.track()` or `delayed_update` stores."""
+    is_own = shard.spec.name.startswith(_OWN_PREFIXES)
+    return shard.spec.kind == types_pb2.SHARD_KIND_BUFFER and not is_own
 
 
 def _parameters(written: Sequence[tuple[int, job_pb2.SnapshotShard]]) -> list[_Parameter]:

@@ -61,11 +61,19 @@ def batch(number: int) -> Tensor:
 
 
 def train(
-    model: nn.Module, session: Session, loop: Loop, device: str, steps: int = STEPS
+    model: nn.Module,
+    session: Session,
+    loop: Loop,
+    device: str,
+    steps: int = STEPS,
+    *,
+    delayed_update: bool | int = False,
 ) -> list[Tensor]:
     """With memd: the losses and scales, then all of the model's state, on the host. Parameters that
     are not offloaded stay where they are."""
-    optimizer = memd_client.AdamW(_trained(model), lr=RATE, session=session)
+    optimizer = memd_client.AdamW(
+        _trained(model), lr=RATE, session=session, delayed_update=delayed_update
+    )
     scaler = _scaler(loop, device)
     found: list[Tensor] = []
     for step in range(steps):
@@ -114,8 +122,11 @@ def _generated(model: nn.Module, loop: Loop, step: int) -> list[Tensor]:
         return [generate(model, there)]
 
 
-def reference(model: str, loop: Loop, device: str, steps: int = STEPS) -> list[Tensor]:
-    """The same without memd."""
+def reference(
+    model: str, loop: Loop, device: str, steps: int = STEPS, *, delayed_from: int | None = None
+) -> list[Tensor]:
+    """The same without memd. From step `delayed_from` on, an update comes into the parameters with
+    the step after its own."""
     there, host = (
         build(model, dtype=loop.dtype, has_checkpoints=loop.has_checkpoints).to(each)
         for each in (device, "cpu")
@@ -125,6 +136,7 @@ def reference(model: str, loop: Loop, device: str, steps: int = STEPS) -> list[T
     optimizer = torch.optim.AdamW(exact.values(), lr=RATE, fused=True)
     holder, scaler = torch.optim.SGD(_trained(there)), _scaler(loop, device)
     found: list[Tensor] = []
+    pending: list[Tensor | None] | None = None
     for step in range(steps):
         found += _backwards(there, loop, step, scaler)
         gradients = [each.grad for each in _trained(there) if each.grad is not None]
@@ -135,10 +147,14 @@ def reference(model: str, loop: Loop, device: str, steps: int = STEPS) -> list[T
         for one, other in zip(there.parameters(), host.parameters(), strict=True):
             other.grad = one.grad.cpu() if one.grad is not None else None
             one.grad = None
-        for parameter, value in exact.items():
-            value.grad = parameter.grad.float() if parameter.grad is not None else None
-        if is_finite:
-            optimizer.step()
+        made = [each.grad.float() if each.grad is not None else None for each in exact]
+        due = [pending, made if is_finite else None]
+        pending = due.pop() if delayed_from is not None and step >= delayed_from else None
+        for update in due:
+            if update is not None:
+                for value, gradient in zip(exact.values(), update, strict=True):
+                    value.grad = gradient
+                optimizer.step()
         scaler.update()
         if loop.scale:
             found.append(torch.tensor(scaler.get_scale()))

@@ -35,18 +35,34 @@ class Stepped(Protocol):
 
 
 class WrittenOut:
-    """The reference, of parameters in float32."""
+    """The reference, of parameters in float32. An update that is delayed comes into them with the
+    next step."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], *, is_delayed: bool = False) -> None:
         self._there = parameters
+        self._is_delayed = is_delayed
+        self._pending: list[Tensor | None] | None = None
         self._here = [nn.Parameter(each.detach().cpu()) for each in parameters]
         self._optimizer = torch.optim.AdamW(self._here, lr=RATE, fused=True)
 
-    @torch.no_grad()
     def step(self) -> None:
-        for there, here in zip(self._there, self._here, strict=True):
+        gradients = [each.grad.cpu() if each.grad is not None else None for each in self._there]
+        self.bring_pending_update()
+        if self._is_delayed:
+            self._pending = gradients
+        else:
+            self._update(gradients)
+
+    def bring_pending_update(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._update(pending)
+
+    @torch.no_grad()
+    def _update(self, gradients: list[Tensor | None]) -> None:
+        for there, here, gradient in zip(self._there, self._here, gradients, strict=True):
             here.copy_(there)  # the program may have written it
-            here.grad = there.grad.cpu() if there.grad is not None else None
+            here.grad = gradient
         self._optimizer.step()
         for there, here in zip(self._there, self._here, strict=True):
             there.copy_(here)
@@ -59,11 +75,19 @@ class WrittenOut:
                 there.grad.zero_()
 
 
-def stayed(daemon: Daemon, patch: pytest.MonkeyPatch, model: str, loop: Loop) -> list[Tensor]:
+def stayed(
+    daemon: Daemon,
+    patch: pytest.MonkeyPatch,
+    model: str,
+    loop: Loop,
+    *,
+    delayed_update: bool | int = False,
+    steps: int = STEPS,
+) -> list[Tensor]:
     """As `trained`, of a model that stays on the device."""
     with connected(daemon, patch) as session:
         module = build(model, dtype=loop.dtype, has_checkpoints=loop.has_checkpoints).to("sim")
-        return train(module, session, loop, "sim")
+        return train(module, session, loop, "sim", steps, delayed_update=delayed_update)
 
 
 def backward(model: nn.Module, number: int) -> None:
@@ -83,9 +107,15 @@ def run(
     return [each.cpu() for each in model.state_dict().values()]
 
 
-def written_out(change: Change, *, backwards: int = 3, set_to_none: bool = True) -> list[Tensor]:
+def written_out(
+    change: Change,
+    *,
+    backwards: int = 3,
+    set_to_none: bool = True,
+    is_delayed: bool = False,
+) -> list[Tensor]:
     model = build("mlp").to("sim")
-    optimizer = WrittenOut(list(model.parameters()))
+    optimizer = WrittenOut(list(model.parameters()), is_delayed=is_delayed)
     return run(model, optimizer, change, backwards=backwards, set_to_none=set_to_none)
 
 
@@ -95,12 +125,10 @@ def with_memd(
     *,
     backwards: int = 3,
     set_to_none: bool = True,
-    step_in_backward: bool = False,
+    **settings: Any,
 ) -> list[Tensor]:
     model = build("mlp").to("sim")
-    optimizer = memd_client.AdamW(
-        model.named_parameters(), lr=RATE, session=session, step_in_backward=step_in_backward
-    )
+    optimizer = memd_client.AdamW(model.named_parameters(), lr=RATE, session=session, **settings)
     return run(model, optimizer, change, backwards=backwards, set_to_none=set_to_none)
 
 

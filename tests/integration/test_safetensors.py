@@ -665,7 +665,7 @@ def test_old_values_that_cannot_be_put_back_end_the_session_s_steps(
     with pytest.raises(memd_client.MemdError, match="connect again"):
         session.commit()
     with pytest.raises(memd_client.MemdError, match="connect again"):
-        session.transaction.skip()
+        session.transaction.skip(lambda: None)
     session.close()
     with memd_client.connect(daemon.address, job="broken-off") as session:
         model = memd_client.offload(Model(), session)

@@ -92,9 +92,10 @@ CLIENT_PACKAGES = {
         "loaded_places",
     ),
     "updates": (
-        *("stateful_target", "streamed_target", "resident_target", "device_target"),
-        *("sharded_target", "fully_sharded", "resident_ranks"),
-        *("empty_target", "targets", "clipping", "loaded_states"),
+        *("stateful_target", "streamed_target", "delayed_value", "late_target"),
+        *("resident_target", "device_target", "sharded_target", "fully_sharded", "resident_ranks"),
+        *("empty_target", "targets", "delayed_values", "delayed_updates", "pending_states"),
+        *("target_table", "clipping", "loaded_states"),
     ),
     "checkpoints": (
         *("safetensors_header", "checkpoint_files", "partial_name", "whole_file", "whole_folder"),

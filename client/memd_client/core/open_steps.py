@@ -45,6 +45,11 @@ class SealedTarget(Protocol):
         ...
 
     @property
+    def is_delayed(self) -> bool:
+        """The value is in this process, and is to stay the old one when the step is closed."""
+        ...
+
+    @property
     def has_gradient(self) -> bool:
         """There is one that a step could take."""
         ...

@@ -422,14 +422,21 @@ class Steps:
                 "asks again, and after connecting again session.committed_step tells: "
                 f"{error}",
             )
-        # The gradients are lost with a session that is; the error tells where the job stands.
-        is_fenced = isinstance(error, SessionFenced)
-        outcome = "acknowledged" if is_fenced else "committed, its gradients are as they were"
+        targets = step.step.targets.values()
+        outcome = "committed, its gradients are as they were"
+        if any(each.is_delayed and not each.has_sealed_gradient for each in targets):
+            outcome = (
+                "committed, and its gradients are gone, as its update was delayed; go on with the "
+                "next batch, without that update, or connect again and resume before that step"
+            )
+        if isinstance(error, SessionFenced):
+            # The gradients are lost with the session; the error tells where the job stands.
+            outcome = "acknowledged"
         step.outcome = Outcome.REFUSED
         step.refusal = retold(error, f"{what} was not {outcome}: {error}")
         self._follow(0)
         self._raised = set()
-        _undo(step.step.targets.values())
+        _undo(targets)
         if not step.ahead:
             self._forget_in_flight()
         return step.refusal

@@ -56,9 +56,9 @@ class StagedBuffer:
 
 
 class Contributor(Protocol):
-    """Values of this process that every commit stores beside parameters: `buffers.ModuleBuffers`
-    and `tracked.Tracked`. It gets the transaction with each call and keeps no reference to it, so
-    that a session without users ends at once.
+    """Values of this process that every commit stores beside parameters: `buffers.ModuleBuffers`,
+    `delayed_values.DelayedValues` and `tracked.Tracked`. It gets the transaction with each call and
+    keeps no reference to it, so that a session without users ends at once.
     """
 
     def capture(self, number: int, transaction: Transaction) -> Staging:
@@ -109,6 +109,9 @@ class UpdatedOptimizer(Protocol):
     """`optimizer.Adam`."""
 
     param_groups: list[dict[str, Any]]
+
+    @property
+    def has_pending_update(self) -> bool: ...
 
     def note_states(self, moments: Sequence[LoadedMoments]) -> None:
         """A load has replaced moments of the job."""
@@ -374,8 +377,8 @@ class Transaction:
                         [target.shard for target in step.targets.values() if target.drop_gradient()]
                     )
 
-    def skip(self) -> None:
-        """A step that updates nothing. Closes it, unless `commit()` does."""
+    def skip(self, prepare: Callable[[], None]) -> None:
+        """A step that updates nothing. Closes it, unless `commit()` does. `prepare`: see `step`."""
         job = self._job
         job.refuse_if_unusable()
         self._look_at_model()
@@ -384,8 +387,10 @@ class Transaction:
             late = job.settle()
             if self._is_closed_by_commit:
                 self._follow_late_commit()
+                prepare()
             # A step of nothing for which an error was raised is this one, asked for again.
             if not self._is_closed_by_commit and (late is None or late.targets):
+                prepare()
                 if backward is not None:
                     job.steps.open.count(self._open_in(backward, late))
                 else:
@@ -616,8 +621,13 @@ class Transaction:
 
     def _settle_values(self, targets: Iterable[SealedTarget]) -> None:
         """After a step over `targets` was sent: new values that are seen in this process are in
-        place, or the old ones are again if this raises."""
-        if any(target.is_viewed for target in targets):
+        place, unless their updates are delayed, or the old ones are again if this raises."""
+        is_viewed = False
+        for target in targets:
+            is_viewed |= target.is_viewed
+            if target.is_delayed:
+                target.show()
+        if is_viewed:
             self._job.refuse_if_unusable()
             self._job.steps.settle_ahead()
             self._job.unordered_leases.devices.follow_values()
@@ -657,6 +667,14 @@ class Transaction:
                 "fresh=True"
             )
         self._may_commit = True
+
+
+def call_settled(transaction: Transaction, what: str, function: Callable[[], None]) -> None:
+    """Calls `function` when no step is open or in flight, and none begins meanwhile. `what` is the
+    call that needs it, for messages."""
+    with transaction._turn:
+        transaction.job.settle_for(what)
+        function()
 
 
 def _refuse_own_name(name: str) -> None:

@@ -23,6 +23,7 @@ from memd_client.updates.resident_target import ResidentTarget
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from memd_client.connection.shard import Shard
     from memd_client.core.job import Job
     from memd_client.parameters.early import EarlyUpdates
 
@@ -85,7 +86,7 @@ class DeviceTarget(ResidentTarget):
             or gradient.device != self._device
             or job.is_closed
             or job.is_of_another_process
-            or job.steps.is_in_flight
+            or self._is_slot_taken()
             or job.steps.open.is_sealed(self._shard)
             or not self._copies.may_leave
         ):
@@ -98,6 +99,11 @@ class DeviceTarget(ResidentTarget):
             checksum = self._copies.checksum(gradient)
             self._early.note_left(gradient, checksum, self._copies.loss_count)
             self._copies.join_after_backward()
+
+    def _is_slot_taken(self) -> bool:
+        """The step in flight has its gradient. One whose values come later may be over by now."""
+        steps = self._job.steps
+        return steps.settle_answered() if self._delay.is_late else steps.is_in_flight
 
     def _begin_update(self, updates: EarlyUpdates) -> None:
         """On the thread behind the copies, whose errors are those of lost gradients: that of a hint
@@ -148,7 +154,7 @@ class DeviceTarget(ResidentTarget):
         """See `SealedTarget.compare`. By checksums: memd's own value would have to come from the
         host, and perhaps from its disk."""
         gradient = self.gradient_for_reading()
-        compared = list(self.compare_value())
+        compared = [] if self._delay.is_fresh else list(self.compare_value())
         left = self._early.left_checksum(gradient, self._copies.loss_count)
         self._compared_gradient = None
         if left is not None:
@@ -185,12 +191,14 @@ class DeviceTarget(ResidentTarget):
         has_changed = compared is not None and not compared.is_same
         if compared is None or has_changed:
             self._send(gradient)
+            if self._delay.is_wanted:
+                self._copies.join()  # nobody waits for the copy before the next backward
         self._early.end_step(gradient, has_changed=has_changed)
 
     @property
     def comes_ahead(self) -> bool:
         """See `SealedTarget.comes_ahead`."""
-        return True
+        return not self._delay.is_late
 
     def bring_ahead(self) -> None:
         """See `SealedTarget.bring_ahead`."""
@@ -240,11 +248,20 @@ class DeviceTarget(ResidentTarget):
         if parameter is not None:
             self._hook_if_trainable(parameter)
 
-    def _take_value(self, parameter: torch.Tensor) -> None:
+    def _take_value(self, parameter: torch.Tensor, shard: Shard | None = None) -> None:
         # The lease orders itself behind the step in flight.
-        box = [self._job.unordered_leases.value(self._shard)]
+        box = [self._job.unordered_leases.value(shard or self._shard)]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self._checksum = self._copies.bring(box, parameter)
+
+    def _checksum_for_delay(self, parameter: torch.Tensor) -> int | None:
+        return None  # the device has one
+
+    def _is_written_late(self, parameter: torch.Tensor) -> bool:
+        if self._delay.checksum is None:
+            return not self._has_value(parameter)
+        note_device_wait("comparison")
+        return super()._is_written_late(parameter)
 
     def _alive(self) -> torch.Tensor:
         parameter = super()._alive()

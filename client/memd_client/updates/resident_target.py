@@ -14,7 +14,7 @@ from memd_client.errors import InvalidArgument, MemdError
 from memd_client.parameters.gradients import GradientSlot
 from memd_client.parameters.hidden import hide, show
 from memd_client.parameters.views import is_same_bits
-from memd_client.updates.stateful_target import UpdatedTarget
+from memd_client.updates.late_target import LateTarget
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _VECTOR = 8  # elements; see docs/decisions/adam-bits.md
 
 
-class ResidentTarget(UpdatedTarget):
+class ResidentTarget(LateTarget):
     """A parameter that stays in this process. memd holds its value and state too, so that a commit
     is complete. Its gradient is `p.grad`, as with torch's optimizers.
     """
@@ -76,11 +76,11 @@ class ResidentTarget(UpdatedTarget):
 
     @property
     def stays(self) -> bool:
-        return self._parameter() is not None
+        return self._parameter() is not None and not self._delay.is_late
 
     @property
     def is_viewed(self) -> bool:
-        return True
+        return not self._delay.is_late
 
     @property
     def has_sealed_gradient(self) -> bool:
@@ -202,10 +202,12 @@ class ResidentTarget(UpdatedTarget):
         # The loop may have changed the value by any means. `param.data` leaves no trace but the
         # bytes. Equal bytes are not written: memd knows more bits of a bf16 parameter than the
         # parameter has.
-        if self._job.ranks.is_first and not self._has_value(parameter):
+        is_known = self._delay.is_fresh or not self._job.ranks.is_first
+        if not is_known and not self._has_value(parameter):
             self._write_value(parameter)
         self._give_gradient()
         self._note_sealed()
+        self._delay.take(self._checksum_for_delay(parameter) if self._delay.is_wanted else None)
 
     def _has_value(self, parameter: torch.Tensor) -> bool:
         """Whether it has the value that memd has."""
@@ -252,21 +254,26 @@ class ResidentTarget(UpdatedTarget):
         """`p.grad` is where it was."""
         self.show()
         self._gradient.forget()
+        self._delay.undo()
 
     def finish(self) -> None:
-        """Puts the new value in place, if the parameter still exists."""
+        """Puts the new value in place, if the parameter still exists and its update is not
+        delayed."""
         self.show()
         parameter = self._parameter()
-        if parameter is not None and not self.is_in_place:
+        if self._delay.is_late:
+            self._delay.note_made()
+        elif parameter is not None and not self.is_in_place:
             self._take_value(parameter)
         self._gradient.forget()
         self._is_reduced = False
         self._unscaled = None
         self._update_count += 1
 
-    def _take_value(self, parameter: torch.Tensor) -> None:
+    def _take_value(self, parameter: torch.Tensor, shard: Shard | None = None) -> None:
+        """That of its own shard, or of another one."""
         with torch.no_grad():
-            value = self._part_of(self._job.leases.value(self._shard))
+            value = self._part_of(self._job.leases.value(shard or self._shard))
             self._here(parameter).copy_(value)
 
     def _alive(self) -> torch.Tensor:

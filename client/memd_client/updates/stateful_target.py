@@ -87,6 +87,12 @@ class UpdatedTarget(StatefulTarget):
         """The targets that a step updates: itself."""
         return [self]
 
+    @property
+    def is_delayed(self) -> bool:
+        """The value that the program has lacks the update of the step that is made, or was made
+        last."""
+        return False
+
     def takes(self, *, amsgrad: bool) -> bool:
         """Whether an update with this setting finds the maximum that it needs, and no other."""
         if self._keeps_maximum == amsgrad:
