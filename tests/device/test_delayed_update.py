@@ -215,6 +215,29 @@ def test_optimizers_delay_their_own_updates(session: Session) -> None:
     assert are_equal(*found)
 
 
+def test_a_commit_brings_what_is_not_delayed(session: Session) -> None:
+    session.track(rng=True)
+    found = []
+    for of_memd in (True, False):
+        model = build("mlp").to("sim")
+        named = list(model.named_parameters())
+        optimizers: list[Any] = [
+            memd_client.AdamW(part, lr=RATE, session=session, delayed_update=is_delayed)
+            if of_memd
+            else WrittenOut([each for _, each in part], is_delayed=is_delayed)
+            for part, is_delayed in ((named[::2], True), (named[1::2], False))
+        ]
+        for step in range(STEPS):
+            backward(model, step)
+            for each in optimizers:
+                each.step()
+            if of_memd:
+                session.commit()
+            model.zero_grad()
+        found.append(values(model))
+    assert are_equal(*found)
+
+
 def test_parameters_on_two_devices(session: Session) -> None:
     found = []
     for of_memd in (True, False):

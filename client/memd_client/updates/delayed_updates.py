@@ -112,7 +112,6 @@ class DelayedUpdates:
         """Brings what is pending, before the next step takes gradients."""
         if not self._is_possible:
             return
-        fresh = set(map(id, self._pending))
         self.bring(job)
         is_wanted = self._begin is True or (
             self._begin is not False and job.steps.committed_step >= self._begin
@@ -120,7 +119,7 @@ class DelayedUpdates:
         for target in self._targets:
             if target.delay.is_taken:
                 continue  # a second step() before commit(), which is refused
-            target.delay.begin_step(is_wanted=is_wanted, is_fresh=id(target) in fresh)
+            target.delay.begin_step(is_wanted=is_wanted)
 
     def bring(self, job: Job) -> None:
         """Puts values with their pending updates in place.

@@ -22,7 +22,6 @@ class DelayedValue:
         self._state = _State.none
         self._is_wanted = False
         self._is_stored = False
-        self._is_fresh = False
         self._checksum: int | None = None
 
     @property
@@ -51,21 +50,15 @@ class DelayedValue:
         return self._is_stored
 
     @property
-    def is_fresh(self) -> bool:
-        """It has come just before the step that begins, so that the program cannot have written
-        it."""
-        return self._is_fresh
-
-    @property
     def checksum(self) -> int | None:
         """That of the value which is to be here while an update is pending; None: its target
         has one of its own."""
         return self._checksum
 
-    def begin_step(self, *, is_wanted: bool, is_fresh: bool) -> None:
+    def begin_step(self, *, is_wanted: bool) -> None:
         """Nothing is pending. The update of the step that begins may be delayed."""
         assert self._state is _State.none, self._state
-        self._is_wanted, self._is_fresh = is_wanted, is_fresh
+        self._is_wanted = is_wanted
 
     def take(self, checksum: int | None) -> None:
         """The step has the gradient."""

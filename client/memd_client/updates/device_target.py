@@ -154,7 +154,7 @@ class DeviceTarget(ResidentTarget):
         """See `SealedTarget.compare`. By checksums: memd's own value would have to come from the
         host, and perhaps from its disk."""
         gradient = self.gradient_for_reading()
-        compared = [] if self._delay.is_fresh else list(self.compare_value())
+        compared = list(self.compare_value())
         left = self._early.left_checksum(gradient, self._copies.loss_count)
         self._compared_gradient = None
         if left is not None:

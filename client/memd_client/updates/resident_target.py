@@ -202,8 +202,7 @@ class ResidentTarget(LateTarget):
         # The loop may have changed the value by any means. `param.data` leaves no trace but the
         # bytes. Equal bytes are not written: memd knows more bits of a bf16 parameter than the
         # parameter has.
-        is_known = self._delay.is_fresh or not self._job.ranks.is_first
-        if not is_known and not self._has_value(parameter):
+        if self._job.ranks.is_first and not self._has_value(parameter):
             self._write_value(parameter)
         self._give_gradient()
         self._note_sealed()
