@@ -265,7 +265,7 @@ class Adam(torch.optim.Optimizer):
     def bring_pending_update(self) -> None:
         """Puts the values with the pending update in place, as the next `step()` would: to evaluate
         or save with them. The last commit has it pending still: a resumed loop begins without it.
-        Where each run has to bring it after the same steps, give it to `session.after_commit()`.
+        `session.after_commit()` can call it, so that a resumed run brings it after the same steps.
 
         Raises:
             InvalidArgument: between `step()` and `session.commit()`.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.daemons import Daemon
 
     Clip = Callable[..., Tensor]
-    # What the program does between backward and step, with what clips; returns what it sees.
+    # Runs between backward and step, with the function that clips; returns the tensors it sees.
     Program = Callable[[nn.Module, Clip], list[Tensor]]
 
 SEEDS = (1, pytest.param(10, marks=pytest.mark.soak))
@@ -93,7 +93,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 def found_in(
     model: nn.Module, program: Program, clip: Clip, step: Callable[[], object]
 ) -> list[Tensor]:
-    """What the program sees, and the values after some steps, on the host."""
+    """Tensors that the program sees, and the values after some steps, on the host."""
     found: list[Tensor] = []
     for number in range(STEPS):
         backward(model, number)

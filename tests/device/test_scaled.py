@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from tests.daemons import Daemon
     from tests.device.test_clipping import Clip
 
-    # What the program does between backward and update, with the model, its optimizer and what
-    # clips; returns what it sees.
+    # Runs between backward and update, with the model, its optimizer and the function that clips;
+    # returns the tensors that the program sees.
     Program = Callable[[torch.amp.GradScaler, nn.Module, Any, Clip], list[Tensor]]
 
 SEEDS = (1, pytest.param(10, marks=pytest.mark.soak))
@@ -49,7 +49,7 @@ def backward(model: nn.Module, scaler: torch.amp.GradScaler, number: int) -> Non
 
 
 def found_in(model: nn.Module, optimizer: Any, clip: Clip, program: Program) -> list[Tensor]:
-    """What the program sees, scales, and the values after some steps, on the host."""
+    """Tensors that the program sees, scales, and the values after some steps, on the host."""
     scaler = torch.amp.GradScaler("sim", init_scale=SCALE, growth_interval=2)
     found: list[Tensor] = []
     for number in range(STEPS):

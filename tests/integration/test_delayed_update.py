@@ -193,6 +193,7 @@ def test_a_distributed_checkpoint_with_a_pending_update_is_not_loaded_without_it
         with pytest.raises(CheckpointException, match="exp_avg"):
             load({"optimizer": each.state_dict()}, checkpoint_id=tmp_path)
     steps(model, optimizer, [4])
+    # torch refuses the sentence in the place of `step`.
     with pytest.raises(NotImplementedError, match="only supports tensor, int, float"):
         get_optimizer_state_dict(
             model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
