@@ -112,7 +112,8 @@ def offload(
             It grows after rounds that have needed no more memory than those before, up to three
             quarters of what they have left, and to 95 % after 64 such rounds. After a
             torch.OutOfMemoryError it is the least until such rounds: call `zero_grad()` and run the
-            batch again.
+            batch again. Sums of gradients of several backwards have up to half of what rounds leave
+            beside it.
         activations: where what autograd saves in a forward of `module` lives until backward needs
             it: "nvme", or "host": the job's host memory alone. Tensors of 64 KiB and more leave
             this process, or `device`; they count against the job's quotas, and no commit has

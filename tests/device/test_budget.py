@@ -18,7 +18,7 @@ import memd_client
 from memd_client.device import budget
 from memd_client.device.copies import DeviceCopies
 from tests.device.models import are_equal
-from tests.device.offloaded import LOOPS, RATE, batch, reference
+from tests.device.offloaded import LOOPS, RATE, Loop, batch, reference
 from tests.device.offloaded_models import MODELS, build
 from tests.device.simulation import SIM
 from tests.device.trained import connected
@@ -113,6 +113,7 @@ class Training:
     model: Hungry
     session: Session
     before_step: Callable[[], None] = lambda: None
+    loop: Loop = LOOPS[0]  # of which only the number of backwards counts
     losses: list[Tensor] = field(default_factory=list)
     ran_out: list[int] = field(default_factory=list)
 
@@ -120,12 +121,11 @@ class Training:
         self._optimizer = memd_client.AdamW(self.model.parameters(), lr=RATE, session=self.session)
 
     def step(self, **hungry: int) -> None:
-        number = len(self.losses)
-        self.model.take(**hungry)
+        """With the last of its backwards the model is hungry."""
+        number = len(self.losses) // self.loop.backwards
         for is_again in (False, True):
             try:
-                loss = self.model(batch(number).to("sim"))
-                loss.backward()
+                losses = self._backwards(**hungry)
                 break
             except torch.OutOfMemoryError:
                 assert not is_again
@@ -133,10 +133,19 @@ class Training:
             # No exception keeps leases, and torch may give all that is freed to others.
             torch.accelerator.synchronize()
             self._optimizer.zero_grad()
-        self.losses.append(loss.detach())
+        self.losses += losses
         self.before_step()
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def _backwards(self, **hungry: int) -> list[Tensor]:
+        losses: list[Tensor] = []
+        for part in range(self.loop.backwards):
+            self.model.take(**hungry if part == self.loop.backwards - 1 else {})
+            loss = self.model(batch(len(self.losses) + part).to("sim"))
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
 
     def steps(self, count: int, **hungry: int) -> None:
         for _ in range(count):
@@ -145,7 +154,8 @@ class Training:
     def is_as_without_memd(self) -> bool:
         found = [each.cpu() for each in (*self.losses, *self.model.state_dict().values())]
         with SIM.limit(1 << 30):
-            return are_equal(found, reference("deep", LOOPS[0], "sim", len(self.losses)))
+            steps = len(self.losses) // self.loop.backwards
+            return are_equal(found, reference("deep", self.loop, "sim", steps))
 
 
 @pytest.fixture(autouse=True)
@@ -269,7 +279,7 @@ def test_a_part_of_what_others_have_not_needed_stays_free(
     )
     for _ in range(rounds):
         found.note_use()
-        found.note_step(held_bytes=size_bytes, kept_bytes=0)
+        found.note_step(held_bytes=size_bytes, kept_bytes=0, sum_bytes=0)
         size_bytes = found.size_bytes
     # It grows no more for an eighth of itself, and is rounded up to 512 bytes.
     assert most_bytes * 8 // 9 <= size_bytes < most_bytes + 512
@@ -295,7 +305,7 @@ def test_a_batch_that_needs_more_begins_the_long_wait_anew(monkeypatch: pytest.M
         if number == budget._CALM_ROUNDS - 5:
             others_bytes = 200_000
         found.note_use()
-        found.note_step(held_bytes=size_bytes, kept_bytes=0)
+        found.note_step(held_bytes=size_bytes, kept_bytes=0, sum_bytes=0)
         size_bytes = found.size_bytes
     assert size_bytes < 675_000 + 512  # three quarters of what the first batches have left
 
@@ -453,7 +463,7 @@ def test_copies_that_could_not_grow_try_again_ever_later(
     )
     for number in range(64):
         found.note_use()
-        found.note_step(held_bytes=LEAST_BYTES, kept_bytes=0)
+        found.note_step(held_bytes=LEAST_BYTES, kept_bytes=0, sum_bytes=0)
         if found.size_bytes > LEAST_BYTES:
             tried.append(number)
             refused_count += 1

@@ -18,11 +18,13 @@ from memd_client.core.scratch import Scratch
 from memd_client.device import (
     activation_copies,
     copies,
+    departed_gradients,
     departures,
     device_range,
     event_thread,
     filled_memory,
     gradient_change,
+    kept_gradients,
     staying_copies,
 )
 from memd_client.device.activation_copies import ActivationCopies, AwayBytes
@@ -64,7 +66,7 @@ WAITS = [
     statement
     for module in (
         *(activation_copies, gradient_change, copies, departures, device_range, event_thread),
-        *(filled_memory, gradients, staying_copies),
+        *(filled_memory, gradients, staying_copies, departed_gradients, kept_gradients),
     )
     for statement in statements(module, _orders)
 ]

@@ -60,6 +60,7 @@ CLIENT_PACKAGES = {
             "copies",
             "gradient_change",
             "departures",
+            "kept_gradients",
             "departed_gradients",
             "activation_copies",
             "device_leases",

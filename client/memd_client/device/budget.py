@@ -48,7 +48,10 @@ class DeviceBudget:
     holds, it grows at once. When memory runs out it is the least and grows again, each time after
     twice as many steady rounds.
 
-    Others need what torch has reserved beside the copies when a step is made. Within a
+    Once the copies have all that they may have, half of what others have not needed is lent to sums
+    of gradients, after as many steady rounds.
+
+    Others need what torch has reserved beside both when a step is made. Within a
     round that only rises, unless torch gives memory back to the driver: then the round tells
     nothing. The peaks that torch counts do not help, since a program may reset them.
     """
@@ -73,7 +76,8 @@ class DeviceBudget:
         self._rounds_needed = _STEADY_ROUNDS if chosen_bytes is None else _STEADY_ROUNDS_CHOSEN
         self._steady_rounds = 0  # since it has grown
         self._calm_rounds = 0  # since others have needed more than before
-        self._others_bytes = 0  # the most that was reserved beside the copies
+        self._others_bytes = 0  # the most that was reserved beside copies and sums
+        self._lent_bytes = 0
         # The count when this round began; None between rounds.
         self._freed_count: int | None = None
         self._refused_count = _Reading.of(device).refused_count
@@ -82,6 +86,11 @@ class DeviceBudget:
     @property
     def size_bytes(self) -> int:
         return self._size_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        """The memory that sums of gradients may have beside the copies."""
+        return self._lent_bytes
 
     def note_use(self) -> None:
         """The round begins, perhaps once more."""
@@ -93,13 +102,14 @@ class DeviceBudget:
         """If memory has run out since the last call, the size is the least."""
         self._read()
 
-    def note_step(self, *, held_bytes: int, kept_bytes: int) -> None:
+    def note_step(self, *, held_bytes: int, kept_bytes: int, sum_bytes: int) -> None:
         """The uses of a step are all queued. If there were none of this model, nothing of it was
         measured.
 
         Args:
             held_bytes: of all ranges.
             kept_bytes: of those that somebody uses, which a new range does not get.
+            sum_bytes: the most that sums of gradients have had. torch keeps such memory reserved.
         """
         reading = self._read()
         freed_count, self._freed_count = self._freed_count, None
@@ -110,14 +120,20 @@ class DeviceBudget:
             self._is_after_refusal = False
             torch.accelerator.empty_cache()
             return
-        others_bytes = reading.reserved_bytes - held_bytes
+        others_bytes = reading.reserved_bytes - held_bytes - sum_bytes
         is_steady = reading.freed_count == freed_count and others_bytes <= self._others_bytes
         self._others_bytes = max(self._others_bytes, others_bytes)
         self._steady_rounds = self._steady_rounds + 1 if is_steady else 0
         self._calm_rounds = self._calm_rounds + 1 if is_steady else 0
-        if self._size_bytes < self._wanted_bytes and self._steady_rounds >= self._rounds_needed:
-            self._steady_rounds = 0
-            self._grow(reading, kept_bytes)
+        has_waited = self._steady_rounds >= self._rounds_needed
+        if self._size_bytes < self._wanted_bytes:
+            if has_waited:
+                self._steady_rounds = 0
+                self._grow(reading, kept_bytes)
+        elif has_waited or self._lent_bytes:
+            free_bytes, _ = torch.accelerator.get_memory_info(self._device)
+            room_bytes = free_bytes + reading.reserved_bytes - held_bytes - self._others_bytes
+            self._lent_bytes = max(room_bytes // 2, 0)
 
     def note_need(self, needed_bytes: int) -> bool:
         """The program uses so much at once. Returns whether the size has grown; one that the
@@ -157,9 +173,9 @@ class DeviceBudget:
         has_run_out = reading.refused_count > self._refused_count
         self._refused_count = reading.refused_count  # fewer, if the program has reset the count
         if has_run_out:
-            if self._size_bytes > self._least_bytes:
+            if self._size_bytes > self._least_bytes or self._lent_bytes:
                 self._wait_longer()
-            self._size_bytes = self._least_bytes
+            self._size_bytes, self._lent_bytes = self._least_bytes, 0
             self._steady_rounds = self._calm_rounds = self._others_bytes = 0
             self._is_after_refusal = True
         return reading

@@ -1,10 +1,11 @@
-"""Clipping and unscaling of gradients that have left a device: their norms, and the changes that
-they wait for.
+"""Sums, clipping and unscaling of gradients that have left a device: their norms, and the changes
+that they wait for.
 
-A norm is computed on the device as the gradient leaves, if one was asked for the last time;
-otherwise the gradient comes back for it. The number that changes it is computed there too. The
-thread that sends the step makes the change in the slot before; whoever uses a gradient earlier has
-it made then.
+A gradient to which another backward adds stays on the device too, where there is room: the sum is
+made there, and leaves over it. A norm is computed on the device as the gradient leaves, if one was
+asked for the last time; otherwise the gradient comes back for it. The number that changes it is
+computed there too. The thread that sends the step makes the change in the slot before; whoever uses
+a gradient earlier has it made then.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.utils._foreach_utils import _has_foreach_support
 
 from memd_client.core.leases import MODE_WRITE
 from memd_client.device.gradient_change import ChangeKind, GradientChange
+from memd_client.device.kept_gradients import KeptGradients
 from memd_client.errors import MemdError, retold
 
 if TYPE_CHECKING:
@@ -61,12 +63,22 @@ class DepartedGradients:
         self._lock = RLock()
         self._departed: dict[int, _Departed] = {}  # by shard id
         self._last: GradientChange | None = None  # one number changes many gradients
+        self._kept = KeptGradients()
 
     def _of(self, shard: Shard) -> _Departed:
         return self._departed.setdefault(shard.shard_id, _Departed(shard))
 
+    @property
+    def kept(self) -> KeptGradients:
+        """Those that stay on the device too."""
+        return self._kept
+
     def note_left(self, shard: Shard, gradient: torch.Tensor) -> None:
-        """`gradient` leaves the device, in place of any that was there."""
+        """`gradient` leaves the device, in place of any that was there. Nobody changes it."""
+        self.forget(shard)
+        if self._kept.note_gradient(shard):
+            self._kept.keep(shard, gradient)
+            return
         with self._lock:
             expected = list(self._of(shard).expected)
         norms = {norm_type: norm_of(gradient, norm_type) for norm_type in expected}
@@ -74,10 +86,28 @@ class DepartedGradients:
             # A norm that nobody asks for is the last.
             self._departed[shard.shard_id] = _Departed(shard, norms=norms)
 
+    def total(self, shard: Shard, part: torch.Tensor) -> torch.Tensor | None:
+        """The gradient with `part`, on the device, if it is kept there; otherwise None, and the
+        host adds: see `note_added`."""
+        kept = self._kept.take(shard)
+        if kept is None:
+            return None
+        try:
+            return kept + part
+        except torch.OutOfMemoryError:
+            self._kept.lend(0)
+            return None
+
+    def note_added(self, shard: Shard) -> None:
+        """The host is about to add one to it."""
+        self._kept.note_gradient(shard)
+        self.note_use(shard, writes=True)
+
     def forget(self, shard: Shard) -> None:
         """The gradient is dropped, or another one comes from the host."""
         with self._lock:
             self._departed[shard.shard_id] = _Departed(shard, self._of(shard).expected)
+            self._kept.drop(shard)
 
     def note_use(self, shard: Shard, *, writes: bool) -> None:
         """Somebody is about to use it in its slot, once `Departures.wait_for` returns."""
@@ -87,7 +117,12 @@ class DepartedGradients:
             with self._lock:
                 found = self._of(shard)
                 found.has_changed = True
-                found.norms.clear()
+                self._forget_value(found)
+
+    def _forget_value(self, found: _Departed) -> None:
+        """Its norms and its copy on the device are those of the value of before."""
+        found.norms.clear()
+        self._kept.drop(found.shard)
 
     def norm(self, shard: Shard, norm_type: float) -> torch.Tensor:
         """Its norm, as torch computes it on the device."""
@@ -110,7 +145,7 @@ class DepartedGradients:
         self._departures.overwrite(shard, there, self._lease(shard))
         with self._lock:
             found = self._of(shard)
-            found.norms.clear()
+            self._forget_value(found)
             found.changes.clear()
 
     def unscale(self, shard: Shard, inverse: torch.Tensor) -> None:
@@ -126,7 +161,7 @@ class DepartedGradients:
             if self._last is None or not self._last.is_by(kind, number):
                 self._last = GradientChange(kind, number)
             found = self._of(shard)
-            found.norms.clear()
+            self._forget_value(found)
             found.changes.append(self._last)
 
     def change_before_step(self) -> None:

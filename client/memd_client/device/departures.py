@@ -57,10 +57,16 @@ class Departures:
         gradient: torch.Tensor,
         lease: Callable[[], torch.Tensor],
         then: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> torch.Tensor:
         """Copies `gradient` into the slot that `lease` leases, over one that is on its way there;
-        returns at once. When the copy has passed, and the lease has ended, `then` is called."""
-        self._depart(shard, self._leaving_for(shard, lease), gradient, None, then)
+        returns at once. When the copy has passed, and the lease has ended, `then` is called.
+
+        Returns:
+            the gradient, in memory that nobody else has.
+        """
+        alone = _alone(gradient)
+        self._depart(shard, self._leaving_for(shard, lease), alone, None, then)
+        return alone
 
     def add(self, shard: Shard, part: torch.Tensor, lease: Callable[[], torch.Tensor]) -> None:
         """Adds to the gradient in the slot, in the order of these calls; returns at once."""
@@ -69,6 +75,7 @@ class Departures:
         if is_full:
             note_device_wait("room")
             self._thread.wait_for_end()
+        part = _alone(part)
         staged = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
         leaving = self._leaving_for(shard, lease)
         with self._lock:
@@ -170,10 +177,7 @@ class Departures:
 
     def _copy_out(self, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
         """Returns the event after the copy."""
-        # Autograd may have another tensor over this memory, the gradient of an activation, and adds
-        # to it in place once that is the last one: the copy may run later than that.
-        is_shared = storage_uses(source) > USES_OF_ONE
-        source = source.clone() if is_shared else source.detach().contiguous()
+        source = source.contiguous()
         computed = torch.Event(device=self._device)
         copied = torch.Event(device=self._device, blocking=True)
         computed.record(torch.accelerator.current_stream(self._device))
@@ -246,6 +250,12 @@ class Departures:
     def close(self) -> None:
         """Waits for all of them, and ends the thread."""
         self._thread.close()
+
+
+def _alone(gradient: torch.Tensor) -> torch.Tensor:
+    """Autograd may have another tensor over its memory, the gradient of an activation, and adds to
+    that in place once it is the last one: a copy from there may run later than that."""
+    return gradient.clone() if storage_uses(gradient) > USES_OF_ONE else gradient.detach()
 
 
 def _end_with(box: list[torch.Tensor], then: Callable[[torch.Tensor], None]) -> None:

@@ -257,6 +257,7 @@ class DeviceLeases:
         Raises:
             torch.OutOfMemoryError: there is no room, not even for the least.
         """
+        self._departed.kept.lend(self._budget.lent_bytes)
         before_bytes, wanted_bytes = self._copies.size_bytes, self._budget.size_bytes
         if before_bytes == wanted_bytes:
             return
@@ -336,14 +337,22 @@ class DeviceLeases:
             self._departed.forget(shard)
             self._leases.overwrite_gradient(shard, gradient)
         else:
-            lease = partial(self._leases.gradient, shard, MODE_OVERWRITE)
-            self._departures.overwrite(shard, gradient, lease)
-            self._departed.note_left(shard, gradient)
+            self._leave(shard, gradient, MODE_OVERWRITE)
+
+    def _leave(self, shard: Shard, gradient: torch.Tensor, mode: int) -> None:
+        lease = partial(self._leases.gradient, shard, mode)
+        self._departed.note_left(shard, self._departures.overwrite(shard, gradient, lease))
 
     def add_gradient(self, shard: Shard, part: torch.Tensor) -> None:
-        """Adds to the gradient in the slot, in the order of these calls; returns at once."""
-        self._departed.note_use(shard, writes=True)
-        self._departures.add(shard, part, partial(self._leases.gradient, shard, MODE_WRITE))
+        """Adds to the gradient, on the device if that is kept there, otherwise in the slot, in the
+        order of these calls; returns at once."""
+        total = self._departed.total(shard, part)
+        if total is not None:
+            # If this is interrupted, the sum of before is there.
+            self._leave(shard, total, MODE_WRITE)
+        else:
+            self._departed.note_added(shard)
+            self._departures.add(shard, part, partial(self._leases.gradient, shard, MODE_WRITE))
 
     @property
     def departed(self) -> DepartedGradients:
@@ -360,7 +369,11 @@ class DeviceLeases:
         """See `DeviceTraffic`."""
         held_bytes, kept_bytes = self._copies.held_bytes, self._copies.kept_bytes
         with self._lock:
-            self._budget.note_step(held_bytes=held_bytes, kept_bytes=kept_bytes)
+            self._budget.note_step(
+                held_bytes=held_bytes,
+                kept_bytes=kept_bytes,
+                sum_bytes=self._departed.kept.most_bytes,
+            )
         # If there is no room any more, the next use begins with the least.
         with suppress(torch.OutOfMemoryError):
             self._resize()
@@ -388,6 +401,7 @@ class DeviceLeases:
         """See `DeviceTraffic`."""
         with self._lock:
             self._order.end_round()
+        self._departed.kept.end_round()
 
     @property
     def device(self) -> torch.device:
@@ -400,6 +414,7 @@ class DeviceLeases:
         self._is_closed = True
         self._departures.close()
         self._arrivals.close()
+        self._departed.kept.lend(0)
         self._copies.close()
 
     # --- as the leases in host memory -------------------------------------------------------------
