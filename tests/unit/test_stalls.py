@@ -85,8 +85,9 @@ def refusing_the_last(daemon: FakeDaemon, code: int) -> Callable[..., list[Any]]
         mode: int,
         timeout_s: float,
         phase: int,
+        follows: bool = True,
     ) -> list[torch.Tensor | StatusError]:
-        answers = ask(shards, part, mode, timeout_s, phase)
+        answers = ask(shards, part, mode, timeout_s, phase, follows)
         return [*answers[:-1], status_error(code, "not this one")]
 
     return refuse_last
