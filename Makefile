@@ -53,7 +53,6 @@ test:
 	@$(SETUP) test
 	@started=$$SECONDS; \
 	ctest --test-dir build/release --label-exclude more --output-on-failure --no-tests=error -j 2; \
-	ctest --test-dir build/faults --label-exclude more --output-on-failure --no-tests=error -j 2; \
 	$(IN_VENV) $(TWO_PYTESTS) -m "not more and not soak" $(PYTEST_ARGS); \
 	$(DEVICE_TESTS) -m "not more and not soak" $(PYTEST_ARGS) || (($$? == 5)); \
 	echo "make test: $$((SECONDS - started)) s after set-up"
@@ -66,7 +65,6 @@ test-more: SANITIZED := catalogue_test check_test extent_test half_written_test 
   server_test shard_store_test store_beside_test volume_test
 test-more: sanitize
 	ctest --test-dir build/release --label-regex more --output-on-failure --no-tests=error -j 2
-	ctest --test-dir build/faults --label-regex more --output-on-failure --no-tests=error -j 2
 	$(IN_VENV) $(TWO_PYTESTS) -m "more and not soak"
 	$(IN_VENV) $(TWO_PYTESTS) tests/device -m "more and not soak"
 	$(IN_VENV) python -m tests.numerics.conformance --ci

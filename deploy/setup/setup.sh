@@ -14,6 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 readonly purpose=${1:?usage: deploy/setup/setup.sh demo|test|test-more|lint|tidy}
 readonly venv=.venv stamps=.venv/memd-setup build=build/release
+readonly test_options=(MEMD_TESTS=ON MEMD_FAULTS=ON)
 
 say() { printf '%s\n' "memd set-up: $*" >&2; }
 die() { say "$@"; exit 1; }
@@ -201,8 +202,14 @@ ensure_memd() {
   mapfile -t build_tools < <(requirements build-system requires)
   pip install -q -c "$stamps/constraints.txt" "${build_tools[@]}"
   # --config-settings, as bookworm's pip 23.0 knows no -C.
-  pip install -q -c "$stamps/constraints.txt" --no-build-isolation \
-    --config-settings "build-dir=$build" -e ".[$extra]"
+  # With the options of the tests, or build_native would compile every file once more.
+  local option settings=(--config-settings "build-dir=$build")
+  if [[ $purpose == test* ]]; then
+    for option in "${test_options[@]}"; do
+      settings+=(--config-settings "cmake.define.$option")
+    done
+  fi
+  pip install -q -c "$stamps/constraints.txt" --no-build-isolation "${settings[@]}" -e ".[$extra]"
   stamp "memd-$extra" "$key"
 }
 
@@ -227,20 +234,11 @@ build_native() {
   local target=_core site_packages
   if [[ $purpose == test* ]]; then
     target=all
-    build_step cmake -DMEMD_TESTS=ON "$build"
+    build_step cmake "${test_options[@]/#/-D}" "$build"
   fi
   site_packages=$(python="$venv/bin/python" python_path platlib)
   build_step cmake --build "$build" --target "$target"
   build_step cmake --install "$build" --component python --prefix "$site_packages"
-  [[ $purpose != test* ]] || build_faults
-}
-
-# The same sources with failpoints, for the tests that kill at them and plant bugs; no module of
-# this build is ever installed.
-build_faults() {
-  build_step cmake -S native -B build/faults -G Ninja -DCMAKE_BUILD_TYPE=Release \
-    -DMEMD_FAULTS=ON -DMEMD_BINDING=OFF -DMEMD_TESTS=ON
-  build_step cmake --build build/faults
 }
 
 started=$SECONDS

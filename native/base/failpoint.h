@@ -1,7 +1,11 @@
 // Moments at which a test may kill the daemon or let it fail, and bugs that a test may plant to see
-// that it would be found. Builds without MEMD_FAULTS, which is every build of the Python module,
-// have none of it: not even the names.
+// that it would be found. What is compiled without MEMD_FAULTS, as all of the Python module is,
+// has none of it: not even the names.
 #pragma once
+
+#ifdef MEMD_NO_FAILPOINTS
+#error "CMake has listed this file as one without failpoints: run it again"
+#endif
 
 #ifdef MEMD_FAULTS
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 SCRATCH = ROOT / "build" / "mutants"
 SOURCE = SCRATCH / "source"
+NATIVE_BUILD = SCRATCH / "build"
 OUTCOMES = SCRATCH / "outcomes.json"
 # What bugs are planted in, and what the tests of that need.
 PLANTED = ("native", "client", "memd")
@@ -181,43 +182,36 @@ def _run_test(
 
 
 class NativeTests:
-    """Programs of tests/native, built in one folder, or with failpoints in another."""
+    """Programs of tests/native."""
 
     def __init__(self) -> None:
-        self._configured: set[Path] = set()
+        self._is_configured = False
 
     def build(self, bug: Bug) -> bool:
-        folder = self._folder(bug)
-        if folder not in self._configured:
-            self._configure(folder)
-            self._configured.add(folder)
-        command = ["ninja", "-C", str(folder), bug.program]
+        if not self._is_configured:
+            self._configure()
+            self._is_configured = True
+        command = ["ninja", "-C", str(NATIVE_BUILD), bug.program]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         (SCRATCH / "build.log").write_text(run.stdout)
         return run.returncode == 0
 
     def fails(self, bug: Bug, tests: Iterable[str], timeout_s: float) -> str | None:
-        folder = self._folder(bug)
         # The second and third are those of a TEST_P.
         names = ":".join(f"{test}:{test}/*:*/{test}/*" for test in tests)
-        command = [str(folder / bug.program), f"--gtest_filter={names}"]
-        run = _run_test(command, folder, timeout_s)
+        command = [str(NATIVE_BUILD / bug.program), f"--gtest_filter={names}"]
+        run = _run_test(command, NATIVE_BUILD, timeout_s)
         if "[ RUN      ]" not in run.stdout:
             raise DoesNotRunError(f"{bug.program}: exit {run.returncode}")
         return None if run.returncode == 0 else run.stdout
 
-    def _folder(self, bug: Bug) -> Path:
-        has_failpoints = source_of_test(bug).parent.name == "faults"
-        return SCRATCH / ("faults" if has_failpoints else "build")
-
-    def _configure(self, folder: Path) -> None:
+    def _configure(self) -> None:
         launcher = ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
-        faults = "ON" if folder.name == "faults" else "OFF"
         subprocess.run(
             [
-                *("cmake", "-S", SOURCE / "native", "-B", folder, "-G", "Ninja"),
+                *("cmake", "-S", SOURCE / "native", "-B", NATIVE_BUILD, "-G", "Ninja"),
                 *("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1", "-DMEMD_TESTS=ON"),
-                *("-DMEMD_BINDING=OFF", f"-DMEMD_FAULTS={faults}", *launcher),
+                *("-DMEMD_BINDING=OFF", "-DMEMD_FAULTS=ON", *launcher),
             ],
             check=True,
             stdout=subprocess.DEVNULL,

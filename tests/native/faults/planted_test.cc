@@ -250,7 +250,7 @@ void bytes_of_another_place_are_not_returned() {
 /// The explorer of power cuts is a program of its own, which plants what MEMD_PLANT says.
 void no_power_cut_breaks_a_promise() {
   const auto program = std::filesystem::read_symlink("/proc/self/exe").parent_path();
-  const std::string path = program / "powercut_test";
+  const std::string path = program / "powercut_planted";
   ::execl(path.c_str(),
           path.c_str(),
           "--gtest_filter=Seeds/PowerCut.every_state_is_*/0:Seeds/PowerCut.every_state_is_*/1:"
