@@ -13,10 +13,8 @@
 namespace memd {
 namespace {
 
-void copy_into(std::vector<std::byte>& bytes, const UnsyncedWrite& write) {
-  std::copy(write.bytes.begin(),
-            write.bytes.end(),
-            bytes.begin() + static_cast<ptrdiff_t>(write.offset_bytes));
+void copy_into(std::span<std::byte> bytes, const UnsyncedWrite& write) {
+  std::ranges::copy(write.bytes, bytes.subspan(write.offset_bytes, write.bytes.size()).begin());
 }
 
 void flip_bit(std::span<std::byte> bytes, uint64_t bit) {
@@ -37,7 +35,7 @@ bool touches(const IoOp& op, uint64_t offset_bytes) {
 }  // namespace
 
 void MemoryDisk::write(UnsyncedWrite write) {
-  copy_into(bytes_, write);
+  copy_into(bytes(), write);
   unsynced_.push_back(std::move(write));
 }
 
@@ -51,7 +49,7 @@ void MemoryDisk::sync(uint64_t submit_sequence) {
   std::vector<UnsyncedWrite> rest;
   for (UnsyncedWrite& write : unsynced_) {
     if (write.complete_sequence != 0 && write.complete_sequence < submit_sequence) {
-      copy_into(durable_, write);
+      copy_into(durable_bytes(), write);
     } else {
       rest.push_back(std::move(write));
     }
@@ -61,10 +59,10 @@ void MemoryDisk::sync(uint64_t submit_sequence) {
 
 void MemoryDisk::crash(const std::function<bool(const UnsyncedWrite&)>& keep) {
   for (const UnsyncedWrite& write : unsynced_) {
-    if (keep(write)) copy_into(durable_, write);
+    if (keep(write)) copy_into(durable_bytes(), write);
   }
   unsynced_.clear();
-  bytes_ = durable_;
+  bytes_.become(durable_);
 }
 
 MemoryQueue::MemoryQueue(const MemoryQueueOptions& options)
@@ -254,7 +252,7 @@ int64_t MemoryQueue::transfer_bytes(const IoOp& op, const std::optional<MemoryFa
   if (is_fault(MemoryFaultKind::short_transfer)) {
     length_bytes = std::min(length_bytes, fault->transferred_bytes);
   }
-  const uint64_t size_bytes = disk->bytes_.size();
+  const uint64_t size_bytes = disk->bytes().size();
   const uint64_t rest_bytes = offset_bytes < size_bytes ? size_bytes - offset_bytes : 0;
   if (op.kind == IoKind::write && rest_bytes == 0 && length_bytes > 0) return -ENOSPC;
   length_bytes = std::min(length_bytes, rest_bytes);
@@ -262,7 +260,7 @@ int64_t MemoryQueue::transfer_bytes(const IoOp& op, const std::optional<MemoryFa
 
   const std::span<std::byte> data(op.data, length_bytes);
   if (op.kind == IoKind::read) {
-    std::memcpy(data.data(), disk->bytes_.data() + offset_bytes, length_bytes);
+    std::memcpy(data.data(), disk->bytes().data() + offset_bytes, length_bytes);
     if (is_fault(MemoryFaultKind::flipped_bit)) flip_bit(data, fault->bit);
   } else if (!lost) {
     UnsyncedWrite write{.offset_bytes = offset_bytes,

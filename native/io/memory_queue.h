@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/sparse_bytes.h"
 #include "io/transfer_queue.h"
 
 namespace memd {
@@ -30,8 +31,8 @@ class MemoryDisk {
   explicit MemoryDisk(uint64_t size_bytes) : bytes_(size_bytes), durable_(size_bytes) {}
 
   /// Bytes that reads see. A test that changes them, or the durable bytes, corrupts the device.
-  std::span<std::byte> bytes() { return bytes_; }
-  std::span<std::byte> durable_bytes() { return durable_; }
+  std::span<std::byte> bytes() { return bytes_.bytes(); }
+  std::span<std::byte> durable_bytes() { return durable_.bytes(); }
   /// In the order in which the device did them.
   const std::vector<UnsyncedWrite>& unsynced_writes() const { return unsynced_; }
 
@@ -46,8 +47,9 @@ class MemoryDisk {
   /// Makes durable what completed before `submit_sequence`.
   void sync(uint64_t submit_sequence);
 
-  std::vector<std::byte> bytes_;
-  std::vector<std::byte> durable_;
+  // Zeroing two vectors took two thirds of the native tests' time.
+  SparseBytes bytes_;
+  SparseBytes durable_;
   std::vector<UnsyncedWrite> unsynced_;
 };
 
