@@ -83,7 +83,7 @@ def train(training: Training) -> None:
         try:
             _train_in_one_session(training)
         except memd_client.SessionFenced as fenced:
-            _append(training.log, f"# fenced: {fenced}".replace("\n", " "))
+            append(training.log, f"# fenced: {fenced}".replace("\n", " "))
         else:
             return
 
@@ -109,7 +109,7 @@ def _train_in_one_session(training: Training) -> None:
     step = session.resume()
     while not training.stop.exists():
         loss = loss_of(model, step, training.dtype)
-        _append(training.log, f"{step} {float(loss).hex()}")
+        append(training.log, f"{step} {float(loss).hex()}")
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -119,7 +119,7 @@ def _train_in_one_session(training: Training) -> None:
     session.commit(wait=True)  # one more, of nothing: what was closed before it is committed
     state = model.state_dict()
     digest = hash_of(state.values(), optimizer.state_dict()["state"])
-    _replace(training.end, f"{step} {digest}")
+    replace(training.end, f"{step} {digest}")
     session.close()
 
 
@@ -170,14 +170,15 @@ def losses_of(log: Path) -> tuple[dict[int, set[str]], list[str]]:
     return losses, said
 
 
-def _append(path: Path, line: str) -> None:
-    # One write: a killed process leaves whole lines.
+def append(path: Path, line: str) -> None:
+    """In one write: a killed process leaves whole lines."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.write(fd, (line + "\n").encode())
     os.close(fd)
 
 
-def _replace(path: Path, line: str) -> None:
+def replace(path: Path, line: str) -> None:
+    """At once: a killed process leaves all of it or none."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(line + "\n")
     unfinished.rename(path)

@@ -76,6 +76,13 @@ def live_kills(
     return Part(name, python("tests.soak.live_kills"), "--count", count, flags)
 
 
+def rank_kills(what: str, micro_count: int, durability: str, count: int) -> Part:
+    """With several micro-batches a step, gradients are accumulated."""
+    name = f"kill-{what}-of-2-{micro_count}-{durability.replace(':', '')}"
+    flags = ("--what", what, "--micro", str(micro_count), "--durability", durability, "--seed", "2")
+    return Part(name, python("tests.soak.rank_kills"), "--count", count, flags)
+
+
 PARTS = (
     live_kills("daemon", "fp32", "step", "resident", 60),
     live_kills("daemon", "fp32", "step", "short", 50),
@@ -97,6 +104,12 @@ PARTS = (
     live_kills("trainer", "bf16", "step", "short", 50, early=True),
     live_kills("both", "fp32", "step", "short", 50, early=True),
     live_kills("both", "bf16", "every:3", "short", 30, early=True),
+    rank_kills("rank", 1, "step", 50),
+    rank_kills("rank", 3, "step", 50),
+    rank_kills("ranks", 1, "step", 15),
+    rank_kills("ranks", 3, "every:3", 15),
+    rank_kills("daemon", 1, "step", 50),
+    rank_kills("daemon", 3, "every:3", 50),
     Part("conformance", python("tests.numerics.conformance"), "--count", 522),
     *(
         Part(
