@@ -1,4 +1,4 @@
-// Many bytes, of which few are ever written: those alone take memory.
+// Many bytes, of which few are ever used: their pages alone take memory.
 #pragma once
 
 #include <cstddef>

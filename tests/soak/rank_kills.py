@@ -29,7 +29,7 @@ import torch
 
 # Everything is imported before the first rank is forked, which then starts in milliseconds.
 from tests.daemons import Daemon, Daemons, daemons
-from tests.soak.live_training import import_all, losses_of
+from tests.soak.live_training import import_all, losses_of, replace
 from tests.soak.ranked_training import (
     END_S,
     TOLD,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 # No step of this training takes a second: ranks that make none in this time hang.
 PROGRESS_S = 90.0
-# Ranks reach a step so far ahead only after all of them have read that it is the last.
+# All ranks read the number of the last step before any of them can be so far ahead.
 STEPS_AHEAD = 50
 
 
@@ -130,15 +130,14 @@ class Scene:
         """Each rank that is left ends by itself, and names the killed one."""
         began = time.monotonic()
         for rank, pid in list(self.ranks.items()):
-            said_before = len(losses_of(self.training.log(rank))[1])
             status = self._wait_for_end(pid, f"rank {rank} is not told")
             del self.ranks[rank]
             if os.waitstatus_to_exitcode(status) != TOLD:
                 raise Failure(f"rank {rank} ended with status {status}")
             self.told.seconds.append(time.monotonic() - began - END_S)
-            said = losses_of(self.training.log(rank))[1][max(0, said_before - 1) :]
-            if named is not None and f"rank {named} of {WORLD_SIZE}" not in " ".join(said):
-                self.told.unnamed.append(f"rank {rank}: {' '.join(said)}")
+            said = losses_of(self.training.log(rank))[1][-1]
+            if named is not None and f"rank {named} of {WORLD_SIZE}" not in said:
+                self.told.unnamed.append(f"rank {rank}: {said}")
 
     def sizes(self) -> list[int]:
         return [self.training.log(rank).stat().st_size for rank in range(WORLD_SIZE)]
@@ -153,14 +152,14 @@ class Scene:
                 if os.waitpid(pid, os.WNOHANG) != (0, 0):
                     del self.ranks[rank]
                     raise Failure(f"rank {rank} ended by itself")
-            self._check(deadline, "no step is made")
+            if self.daemon.process.poll() is not None:
+                raise Failure("the daemon ended by itself:\n" + self.daemon.log.read_text())
+            self._refuse_late(deadline, "no step is made")
             time.sleep(0.002)
 
     def finish(self) -> None:
         done = max(max(losses_of(self.training.log(rank))[0]) for rank in range(WORLD_SIZE))
-        unfinished = self.training.last.with_suffix(".unfinished")
-        unfinished.write_text(str(done // self.training.micro_count + STEPS_AHEAD))
-        unfinished.rename(self.training.last)
+        replace(self.training.last, str(done // self.training.micro_count + STEPS_AHEAD))
         for rank, pid in list(self.ranks.items()):
             status = self._wait_for_end(pid, "the training does not end")
             del self.ranks[rank]
@@ -175,12 +174,10 @@ class Scene:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found == pid:
                 return status
-            self._check(deadline, what, is_daemon_needed=False)
+            self._refuse_late(deadline, what)
             time.sleep(0.002)
 
-    def _check(self, deadline: float, what: str, *, is_daemon_needed: bool = True) -> None:
-        if is_daemon_needed and self.daemon.process.poll() is not None:
-            raise Failure("the daemon ended by itself:\n" + self.daemon.log.read_text())
+    def _refuse_late(self, deadline: float, what: str) -> None:
         if time.monotonic() > deadline:
             raise Failure(f"{what} in {PROGRESS_S} s:\n" + self.daemon.log.read_text())
 

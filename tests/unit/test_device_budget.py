@@ -1,4 +1,4 @@
-"""What a device's memory is lent for, by torch's statistics alone."""
+"""`DeviceBudget` lends memory by torch's statistics alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Memory:
         return 1_000_000 - self._reserved_bytes, 1_000_000
 
     def rounds(self, found: budget.DeviceBudget, count: int) -> list[int]:
-        """What is lent after each."""
+        """Returns the bytes lent after each."""
         lent = []
         for _ in range(count):
             found.note_use()
