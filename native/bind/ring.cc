@@ -334,19 +334,17 @@ void bind_leases(nb::class_<ClientSession>& session) {
            "timeout_s"_a,
            "A torch tensor over the arena's own bytes. The lease lives exactly as long as the "
            "tensor's storage.")
-      .def(
-          "lease_together",
-          &lease_together,
-          "shards"_a,
-          "part"_a,
-          "mode"_a,
-          "timeout_s"_a,
-          "phase"_a,
-          "follows"_a = true,
-          "Leases by request, all of them asked for before the first is waited for. `shards`: "
-          "shard "
-          "id, dtype, shape and what stall_group() said of each. `follows`: they come after the "
-          "step of follow(). Returns a tensor for each, or the StatusError of that one.")
+      .def("lease_together",
+           &lease_together,
+           "shards"_a,
+           "part"_a,
+           "mode"_a,
+           "timeout_s"_a,
+           "phase"_a,
+           "follows"_a = true,
+           "Leases by request, all of them asked for before the first is waited for. `shards`: "
+           "shard id, dtype, shape and what stall_group() said of each. `follows`: they come after "
+           "the step of follow(). Returns a tensor for each, or the StatusError of that one.")
       .def(
           "stall_group",
           [](ClientSession& self, std::string_view name) { return self.stalls().group(name); },
