@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -18,11 +17,24 @@ from memd.cli import main
 from memd.refusal import Refused, StatusCode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
 # The temporary folder may lie in memory.
 KIB, MIB = 1 << 10, 1 << 20
+
+
+class Clock:
+    """In place of the module `time`. Each look takes as long as the last, however fast the disk
+    is."""
+
+    def __init__(self, *, tick_s: float) -> None:
+        self._tick_s = tick_s
+        self._now_s = 0.0
+
+    def monotonic(self) -> float:
+        self._now_s += self._tick_s
+        return self._now_s
 
 
 def point(depth: int, chunk_bytes: int, *fractions: float) -> Point:
@@ -156,7 +168,8 @@ def test_a_first_start_measures_only_beside_a_volume_that_takes_longer(tmp_path:
 def test_calibrating_measures_reads_writes_and_both_and_keeps_what_it_chose(
     monkeypatch: pytest.MonkeyPatch, disk_path: Path
 ) -> None:
-    # Of a small file, for a moment: this is about what is done with it.
+    # A small file, for a moment: this is about what is done with it.
+    monkeypatch.setattr(calibration, "time", Clock(tick_s=0.4))
     monkeypatch.setattr(calibration, "_FILE_BYTES", 64 * MIB)
     monkeypatch.setattr(calibration, "_RUN_S", 0.001)
     monkeypatch.setattr(calibration, "_TRUSTED", 0.0)  # others may use this disk
@@ -185,18 +198,25 @@ def test_calibrating_measures_reads_writes_and_both_and_keeps_what_it_chose(
 def test_a_drive_that_others_use_meanwhile_is_not_calibrated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, disk_path: Path
 ) -> None:
+    # No run moves as much in its millisecond as the other writes.
+    one = Limits(depth=1, chunk_bytes=64 * KIB)
+
+    def candidate_sets_while_another_writes() -> list[list[Limits]]:
+        another_writes(disk_path / "memd.other")
+        return [[one]]
+
+    monkeypatch.setattr(calibration, "time", Clock(tick_s=1.0))
+    monkeypatch.setattr(calibration, "QUICK_S", 16.0)  # a whole round, and part of another
     monkeypatch.setattr(calibration, "_FILE_BYTES", 64 * MIB)
     monkeypatch.setattr(calibration, "_RUN_S", 0.001)
     monkeypatch.setattr(calibration, "_TRUSTED", 0.0)
     monkeypatch.setattr(calibration, "_WRITING_PART", float("inf"))
-    monkeypatch.setattr(calibration, "QUICK_S", 1.5)
-    monkeypatch.setattr(
-        calibration, "_candidate_sets", lambda: [[Limits(depth=1, chunk_bytes=64 * KIB)]]
-    )
+    monkeypatch.setattr(calibration, "_deepest", lambda: one)
+    monkeypatch.setattr(calibration, "_candidate_sets", candidate_sets_while_another_writes)
     monkeypatch.setattr(calibration, "worth_measuring", lambda folder, volume_bytes: True)
     if calibration.drive_bytes(disk_path) is None:
         pytest.skip(f"the kernel counts no single drive of {disk_path}")
-    with another_that_writes(disk_path / "memd.other"), caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING):
         assert calibration.measure_for_new_volumes([disk_path], volume_bytes=8 << 30) == {}
     said = vars(caplog.records[-1])["reason"]
     assert "too busy to be measured: other processes moved " in said
@@ -243,21 +263,11 @@ def test_the_io_of_others_is_that_of_the_whole_drive_and_not_of_a_partition(tmp_
     assert calibration.drive_bytes(tmp_path, devices=devices) == 4000 * 512
 
 
-@contextlib.contextmanager
-def another_that_writes(path: Path) -> Iterator[None]:
-    """A process that writes all the time, past the kernel's cache, as another daemon would."""
+def another_writes(path: Path) -> None:
+    """Past the kernel's cache, in a process of its own, as another daemon would."""
     command = ["dd", "if=/dev/zero", f"of={path}", "bs=1M", "count=64", "oflag=direct"]
-    command += ["conv=notrunc", "status=none"]
-    script = 'echo; while "$@"; do :; done'
-    process = subprocess.Popen(["sh", "-c", script, "sh", *command], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        process.stdout.readline()
-        yield
-    finally:
-        process.kill()
-        process.communicate()  # until dd has ended too
-        path.unlink(missing_ok=True)
+    subprocess.run([*command, "status=none"], check=True)
+    path.unlink()
 
 
 def test_a_drive_that_is_too_slow_for_the_time_is_refused(
