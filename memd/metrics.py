@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import selectors
 import socket
 import threading
 import time
@@ -519,9 +521,8 @@ class MetricsServer:
         self._registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._registry)
         self._http = _HttpServer((host.strip("[]"), int(port)), self._registry, is_ready)
-        self._thread = threading.Thread(
-            target=self._http.serve_forever, name="memd-metrics", daemon=True
-        )
+        self._end: int | None = None  # an eventfd while the thread runs
+        self._thread = threading.Thread(target=self._serve, name="memd-metrics", daemon=True)
 
     @property
     def url(self) -> str:
@@ -534,18 +535,33 @@ class MetricsServer:
         self._http.page = page
         self._registry.register(collector)
         self._http.server_activate()
+        self._end = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread.start()
 
     def stop(self) -> None:
-        if self._thread.is_alive():
-            self._http.shutdown()
+        if self._end is not None:
+            os.eventfd_write(self._end, 1)
+            self._thread.join()
+            os.close(self._end)
+            self._end = None
         self._http.server_close()
+
+    def _serve(self) -> None:
+        """Until the end. serve_forever() would look for it twice a second, and each restart of a
+        daemon would wait for that."""
+        assert self._end is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._http, selectors.EVENT_READ)
+            selector.register(self._end, selectors.EVENT_READ)
+            while all(key.fileobj is self._http for key, _ in selector.select()):
+                self._http.handle_request()
 
 
 class _HttpServer(ThreadingHTTPServer):
     daemon_threads = True
     # A scraper that never reads its answer must not hold up the end of the daemon.
     block_on_close = False
+    timeout = 0  # handle_request() waits for nothing: MetricsServer does
 
     def __init__(
         self, address: tuple[str, int], registry: CollectorRegistry, is_ready: Callable[[], bool]
