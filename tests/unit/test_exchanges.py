@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -9,16 +10,19 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Mapping
 
+PROGRAMS = ["different", "first_fails", "second_fails", "sizes", "writer_fails"]
+# Each has a group of its own, and all have the same two processes: torch is imported twice, not ten
+# times.
 PROGRAM = """
+import json
 import sys
 import torch.distributed as distributed
 from memd_client.core.ranks import Ranks
 
-rank, path, program = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+rank, path, programs = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
 distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-ranks = Ranks(rank, 2, distributed.new_group(backend="gloo"))
 
 
 def failing(rank_that_fails, error):
@@ -70,13 +74,32 @@ def sizes():
     assert told == wanted, told
 
 
-try:
-    globals()[program]()
-    print("went on")
-except Exception as error:
-    print(f"{type(error).__name__}: {error}")
-print(ranks.exchange(rank, "go on"))
+told = {}
+for program in programs:
+    ranks = Ranks(rank, 2, distributed.new_group(backend="gloo"))
+    try:
+        globals()[program]()
+        said = "went on"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    told[program] = [said, ranks.exchange(rank, "go on")]
+print(json.dumps(told))
 """
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, tuple[str, list[int]]]]:
+    """What each program said, and exchanged afterwards, by rank."""
+    path = str(tmp_path_factory.mktemp("exchanges") / "ranks")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), path, *PROGRAMS],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    return [json.loads(each.communicate(timeout=120)[0]) for each in processes]
 
 
 @pytest.mark.parametrize(
@@ -109,15 +132,8 @@ print(ranks.exchange(rank, "go on"))
     ids=["different", "first fails", "second fails", "sizes", "writer fails"],
 )
 def test_an_error_or_another_call_of_a_rank_is_told_to_all_and_they_go_on(
-    tmp_path: Path, program: str, first: str, second: str
+    told: list[Mapping[str, tuple[str, list[int]]]], program: str, first: str, second: str
 ) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "ranks"), program],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told = [each.communicate(timeout=60)[0].splitlines() for each in processes]
-    assert told == [[first, "[0, 1]"], [second, "[0, 1]"]]
+    said, went_on = zip(*(each[program] for each in told), strict=True)
+    assert said == (first, second)
+    assert went_on == ([0, 1], [0, 1])

@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.forks import forks
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
-    )
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.forks import Forks
 
 
-def test_the_client_imports_no_training_library() -> None:
-    done = run(
-        "import sys, memd_client, memd_client.integrations\n"
-        "print({'accelerate', 'lightning', 'transformers'} & set(sys.modules))"
-    )
-    assert done.stdout.strip() == "set()", done.stderr
+@pytest.fixture(scope="module")
+def client() -> Iterator[Forks]:
+    """Programs where the client is imported, and nothing that it does not import itself."""
+    with forks("memd_client") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def libraries() -> Iterator[Forks]:
+    """Programs where the libraries are imported, which takes seconds."""
+    integrations = "memd_client.integrations"
+    with forks(f"{integrations}.accelerate", f"{integrations}.transformers") as made:
+        yield made
+
+
+def test_the_client_imports_no_training_library(client: Forks) -> None:
+    program = "import sys; print({'accelerate', 'lightning', 'transformers'} & set(sys.modules))"
+    assert client.run(program) == (0, "set()\n")
 
 
 @pytest.mark.parametrize("library", ["accelerate", "lightning", "transformers"])
-def test_a_missing_library_is_named_with_what_to_install(library: str) -> None:
-    done = run(
+def test_a_missing_library_is_named_with_what_to_install(client: Forks, library: str) -> None:
+    status, said = client.run(
         f"import sys\nsys.modules['{library}'] = None\nimport memd_client.integrations.{library}"
     )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
+    assert status == 1
+    assert said.splitlines()[-1] == (
         f"ModuleNotFoundError: memd_client.integrations.{library} needs {library}: "
         f"pip install {library}"
     )
@@ -43,9 +55,11 @@ def test_a_missing_library_is_named_with_what_to_install(library: str) -> None:
         ("self.state.distributed_type = DistributedType.DEEPSPEED", "DEEPSPEED keeps or divides"),
     ],
 )
-def test_an_accelerator_that_memd_cannot_keep_is_refused(change: str, message: str) -> None:
+def test_an_accelerator_that_memd_cannot_keep_is_refused(
+    libraries: Forks, change: str, message: str
+) -> None:
     """One process and no GPU make none of these: so Accelerate's own constructor says it."""
-    done = run(
+    status, said = libraries.run(
         "import accelerate\n"
         "from accelerate.utils import DistributedType\n"
         "from types import SimpleNamespace\n"
@@ -58,9 +72,9 @@ def test_an_accelerator_that_memd_cannot_keep_is_refused(change: str, message: s
         "from memd_client.integrations.accelerate import CommittedAccelerator\n"
         "CommittedAccelerator(session=None, cpu=True)\n"
     )
-    assert done.returncode == 1
-    last = [line for line in done.stderr.splitlines() if "InvalidArgument: " in line]
-    assert message in last[-1], done.stderr
+    assert status == 1
+    last = [line for line in said.splitlines() if "InvalidArgument: " in line]
+    assert message in last[-1], said
 
 
 @pytest.mark.parametrize(
@@ -74,8 +88,10 @@ def test_an_accelerator_that_memd_cannot_keep_is_refused(change: str, message: s
         ("trainer.args.optim = 'adafactor'", "memd has no optimizer for optim='adafactor'"),
     ],
 )
-def test_trainer_arguments_that_memd_cannot_keep_are_refused(change: str, message: str) -> None:
-    done = run(
+def test_trainer_arguments_that_memd_cannot_keep_are_refused(
+    libraries: Forks, change: str, message: str
+) -> None:
+    status, said = libraries.run(
         "from types import SimpleNamespace as Made\n"
         "from memd_client.integrations import transformers\n"
         "class Library:\n"
@@ -89,5 +105,5 @@ def test_trainer_arguments_that_memd_cannot_keep_are_refused(change: str, messag
         "class Trainer(transformers.CommitsSteps, Library): pass\n"
         "Trainer(session=None)\n"
     )
-    assert done.returncode == 1
-    assert f"InvalidArgument: {message}" in done.stderr.splitlines()[-1]
+    assert status == 1
+    assert f"InvalidArgument: {message}" in said.splitlines()[-1]

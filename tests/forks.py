@@ -1,0 +1,80 @@
+"""Short programs of one process each, without an import of torch for each: `python -m tests.forks
+MODULE…` imports the modules, and runs each program that it is given in a fork of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[1]
+
+
+class Forks:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def run(self, program: str) -> tuple[int, str]:
+        """The exit status, 1 after an exception, and what the program said and printed."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(program) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "the process that forks has ended"
+        status, text = json.loads(line)
+        return status, text
+
+
+@contextmanager
+def forks(*modules: str) -> Iterator[Forks]:
+    """Of a process that has imported `modules`."""
+    command = [sys.executable, "-m", "tests.forks", *modules]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as process:
+        yield Forks(process)
+
+
+def _run(program: str, output: int) -> None:
+    """In the child. It ends without what an interpreter does at its end, which takes a second."""
+    os.dup2(output, sys.stdout.fileno())
+    os.dup2(output, sys.stderr.fileno())
+    try:
+        exec(program, {"__name__": "__main__"})
+    finally:
+        error = sys.exc_info()[1]
+        if error is not None:
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error is not None)
+
+
+def _main() -> None:
+    for module in sys.argv[1:]:
+        import_module(module)
+    for line in sys.stdin:
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if not child:
+            _run(json.loads(line), write_end)
+        os.close(write_end)
+        with os.fdopen(read_end, encoding="utf-8") as output:
+            text = output.read()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        sys.stdout.write(json.dumps([status, text]) + "\n")
+        sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()
