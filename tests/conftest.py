@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -50,6 +51,20 @@ def _wanted_paths(config: pytest.Config) -> list[Path]:
 
 def _is_device_test(path: Path) -> bool:
     return path.is_relative_to(DEVICE_TESTS)
+
+
+_modules_frozen = 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_imported_is_garbage() -> None:
+    """Tests collect garbage, thousands of times, and the libraries of all tests are a million
+    objects to look at. Nothing of a test lives between two files."""
+    global _modules_frozen
+    if len(sys.modules) > _modules_frozen:
+        gc.collect()
+        gc.freeze()
+        _modules_frozen = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)
