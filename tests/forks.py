@@ -3,12 +3,14 @@ MODULE…` imports the modules, and runs each program that it is given in a fork
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
 import sys
 import traceback
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,11 +25,11 @@ class Forks:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def run(self, program: str) -> tuple[int, str]:
-        """The exit status, 1 after an exception, and what the program said and printed."""
+    def run(self, program: str, *arguments: str) -> tuple[int, str]:
+        """The exit status, negative after a signal, and what the program said and printed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(program) + "\n")
+        self._process.stdin.write(json.dumps([program, *arguments]) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, "the process that forks has ended"
@@ -44,29 +46,43 @@ def forks(*modules: str) -> Iterator[Forks]:
         yield Forks(process)
 
 
-def _run(program: str, output: int) -> None:
+@cache
+def shared_forks(*modules: str) -> Forks:
+    """For the tests of all files: the process ends with this one."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(forks(*modules))
+
+
+def _run(program: str, arguments: list[str], output: int) -> None:
     """In the child. It ends without what an interpreter does at its end, which takes a second."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
+    sys.argv = ["-c", *arguments]
     try:
         exec(program, {"__name__": "__main__"})
     finally:
         error = sys.exc_info()[1]
-        if error is not None:
+        status = 0 if error is None else 1
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            status = error.code
+        elif error is not None:
             traceback.print_exception(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(error is not None)
+        os._exit(status)
 
 
 def _main() -> None:
     for module in sys.argv[1:]:
         import_module(module)
     for line in sys.stdin:
+        program, *arguments = json.loads(line)
         read_end, write_end = os.pipe()
         child = os.fork()
         if not child:
-            _run(json.loads(line), write_end)
+            _run(program, arguments, write_end)
         os.close(write_end)
         with os.fdopen(read_end, encoding="utf-8") as output:
             text = output.read()

@@ -4,8 +4,6 @@ is attached and whatever fails."""
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -18,6 +16,7 @@ import memd_client
 from memd_client.core import blobs
 from memd_client.core.leases import Leases
 from tests.daemons import TIMEOUT_S, Attached, Daemon, running_daemon
+from tests.forks import shared_forks
 from tests.unit.client_cases import assert_same_state
 
 if TYPE_CHECKING:
@@ -75,11 +74,11 @@ def make(seed: int) -> nn.Module:
 
 def kill_within(daemon: Daemon, job: str, count: int, program: str = _OFFLOADED) -> None:
     """Returns when the daemon has ended its session too."""
-    arguments = [daemon.address, job, str(count)]
     with Attached(daemon.attach_socket) as client:
         before = client.session_count(job)
-        done = subprocess.run([sys.executable, "-c", _KILLED + program, *arguments], check=False)
-        assert done.returncode == -signal.SIGKILL
+        trainers = shared_forks("memd_client")
+        status, said = trainers.run(_KILLED + program, daemon.address, job, str(count))
+        assert status == -signal.SIGKILL, said
         ended = time.monotonic()
         while client.session_count(job) > before:
             assert time.monotonic() < ended + TIMEOUT_S

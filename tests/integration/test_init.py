@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,7 +18,13 @@ from torch import nn
 import memd_client
 from memd_client.parameters import unnamed
 from tests.daemons import running_daemon
+from tests.forks import shared_forks
 from tests.unit.client_cases import Gpt, assert_same_state, build
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.daemons import Daemon
 
 # 8 MiB each.
 _LAYER_COUNT, _LAYER_BYTES = 24, 8 << 20
@@ -73,37 +80,41 @@ session.drop_job()
 """
 
 
-def test_a_model_ten_times_larger_than_what_the_trainer_may_hold_is_built() -> None:
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
     with running_daemon(host="96MiB", nvme="1GiB") as daemon:
-        done = subprocess.run(
-            [sys.executable, "-c", _BUILT, daemon.address, str(_LAYER_COUNT)],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        )
+        yield daemon
+
+
+def test_a_model_ten_times_larger_than_what_the_trainer_may_hold_is_built(daemon: Daemon) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _BUILT, daemon.address, str(_LAYER_COUNT)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["equal"]
     assert found["peak"] < _LAYER_BYTES + (64 << 20), found
 
 
-def test_a_trainer_that_is_killed_while_it_builds_leaves_nothing() -> None:
-    with running_daemon(host="96MiB", nvme="1GiB") as daemon:
-        with subprocess.Popen(
-            [sys.executable, "-c", _BUILT, daemon.address, "6", "wait"],
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as trainer:
-            assert trainer.stdout is not None
-            assert trainer.stdout.readline() == "built\n"
-            trainer.send_signal(signal.SIGKILL)
-        session = memd_client.connect(daemon.address, job="built")
-        job = session.transaction.job
-        assert any(shard.spec.name.startswith("@init/") for shard in job.shards.list_all())
-        with memd_client.init(session):
-            pass
-        assert not list(job.shards.list_all())
-        session.drop_job()
+def test_a_trainer_that_is_killed_while_it_builds_leaves_nothing(daemon: Daemon) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _BUILT, daemon.address, "6", "wait"],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "built\n"
+        trainer.send_signal(signal.SIGKILL)
+    session = memd_client.connect(daemon.address, job="built")
+    job = session.transaction.job
+    assert any(shard.spec.name.startswith("@init/") for shard in job.shards.list_all())
+    with memd_client.init(session):
+        pass
+    assert not list(job.shards.list_all())
+    session.drop_job()
 
 
 _KILLED = """
@@ -137,40 +148,33 @@ else:
 @pytest.mark.parametrize("way", ["init", "offload"])
 @pytest.mark.parametrize("written_count", [1, 4])
 def test_values_of_a_trainer_that_was_killed_while_it_stored_them_do_not_count(
-    way: str, written_count: int
+    daemon: Daemon, way: str, written_count: int
 ) -> None:
     def make() -> nn.Module:
         torch.manual_seed(2)
         return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
 
-    with running_daemon(host="96MiB", nvme="1GiB") as daemon:
-        killed = subprocess.run(
-            [sys.executable, "-c", _KILLED, daemon.address, way, str(written_count)], check=False
-        )
+    trainers = shared_forks("memd_client")
+    status, said = trainers.run(_KILLED, daemon.address, way, str(written_count))
+    if written_count < 4:
+        assert status == -signal.SIGKILL, said
+    with memd_client.connect(daemon.address, job="killed") as session:
+        model = memd_client.offload(make(), session, strict=written_count < 4)
         if written_count < 4:
-            assert killed.returncode == -signal.SIGKILL
-        with memd_client.connect(daemon.address, job="killed") as session:
-            model = memd_client.offload(make(), session, strict=written_count < 4)
-            if written_count < 4:
-                assert_same_state(model, make())
-            else:
-                assert not torch.equal(
-                    model.state_dict()["0.weight"], make().state_dict()["0.weight"]
-                )
-            session.drop_job()
+            assert_same_state(model, make())
+        else:
+            assert not torch.equal(model.state_dict()["0.weight"], make().state_dict()["0.weight"])
+        session.drop_job()
 
 
 def test_a_checkpoint_is_loaded_before_and_after_the_model_has_names(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(unnamed, "_HOME_BYTES_MAX", 0)
     monkeypatch.setattr(unnamed, "_SMALL_BYTES", 0)
     reference, file = build(Gpt), tmp_path / "model.safetensors"
     memd_client.save_safetensors(reference, file)
-    with (
-        running_daemon(host="96MiB", nvme="1GiB") as daemon,
-        memd_client.connect(daemon.address, job="loaded") as session,
-    ):
+    with memd_client.connect(daemon.address, job="loaded") as session:
         with memd_client.init(session):
             model = Gpt()
             memd_client.load_safetensors(model, file, session)
@@ -180,6 +184,7 @@ def test_a_checkpoint_is_loaded_before_and_after_the_model_has_names(
                 parameter.zero_()
         memd_client.load_safetensors(model, file, session)
         assert_same_state(model, reference)
+        session.drop_job()
 
 
 class Mapped(nn.Module):
@@ -200,17 +205,14 @@ def read_bytes() -> int:
 
 
 def test_mapped_parameters_are_read_from_their_files_and_changed_ones_from_memory(
-    tmp_path: Path,
+    daemon: Daemon, tmp_path: Path
 ) -> None:
     paths = [tmp_path / str(number) for number in range(4)]
     torch.manual_seed(0)
     values = [torch.randn(1024, 1024) for _ in paths]
     for path, value in zip(paths, values, strict=True):
         value.numpy().tofile(path)
-    with (
-        running_daemon(host="96MiB", nvme="256MiB") as daemon,
-        memd_client.connect(daemon.address, job="mapped", fresh=True) as session,
-    ):
+    with memd_client.connect(daemon.address, job="mapped", fresh=True) as session:
         before_bytes = read_bytes()
         with memd_client.init(session):
             model = Mapped(paths)
@@ -223,14 +225,13 @@ def test_mapped_parameters_are_read_from_their_files_and_changed_ones_from_memor
         session.drop_job()
 
 
-def test_a_mapped_file_that_became_shorter_is_an_error_and_stores_nothing(tmp_path: Path) -> None:
+def test_a_mapped_file_that_became_shorter_is_an_error_and_stores_nothing(
+    daemon: Daemon, tmp_path: Path
+) -> None:
     paths = [tmp_path / str(number) for number in range(2)]
     for path in paths:
         torch.ones(1024, 1024).numpy().tofile(path)
-    with (
-        running_daemon(host="96MiB", nvme="256MiB") as daemon,
-        memd_client.connect(daemon.address, job="mapped", fresh=True) as session,
-    ):
+    with memd_client.connect(daemon.address, job="mapped", fresh=True) as session:
         model = Mapped(paths)
         os.truncate(paths[1], 1 << 20)
         with pytest.raises(memd_client.DeviceError, match="became shorter"):
