@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import memd_client
+from tests.daemons import TIMEOUT_S
 from tests.faults.small_training import batch, build, loss_of
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def test_the_trainer_is_told_and_the_job_stands_at_its_last_commit(
     assert torch.equal(loss, wanted)
     with pytest.raises(memd_client.DaemonUnavailable, match="has ended"):
         loss.backward()
-    assert time.monotonic() - started < 10, "a lease waits for a daemon that is gone"
+    assert time.monotonic() - started < TIMEOUT_S, "a lease waits for a daemon that is gone"
     optimizer.step()
     with pytest.raises(memd_client.DaemonUnavailable, match=r"step 4: it is not known whether"):
         session.commit(wait=True)

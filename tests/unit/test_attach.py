@@ -27,9 +27,10 @@ from tests.descriptors import name_of, open_names
 from tests.unit.fake_native import FakeServer, KeptSession, as_server, status_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 CONTROL = "unix:///run/memd/memd.sock"
+TIMEOUT_S = 30.0
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Listening:
 
     def connect(self) -> socket.socket:
         client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        client.settimeout(5)
+        client.settimeout(TIMEOUT_S)
         client.connect(str(self.path))
         return client
 
@@ -80,14 +81,12 @@ def send_often(client: socket.socket, packet: bytes) -> None:
         client.send(packet)
 
 
-def wait_until(condition: object, *, timeout_s: float = 5.0) -> float:
-    """Seconds until `condition()` is true."""
-    assert callable(condition)
-    began = time.monotonic()
+def wait_until(condition: Callable[[], bool]) -> None:
+    """The bound is against hangs: bench_reclaim.py measures how long the daemon takes."""
+    ends = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert time.monotonic() - began < timeout_s
+        assert time.monotonic() < ends
         time.sleep(0.001)
-    return time.monotonic() - began
 
 
 def test_only_owner_and_group_may_connect(listening: Listening) -> None:
@@ -286,11 +285,10 @@ def test_the_sessions_of_a_killed_process_end_while_its_worker_lives_on(
             (peer,) = listening.peers.all()
             session_id = listening.open_session(peer)
             trainer.kill()
-            took_s = wait_until(lambda: session_id in listening.server.detached)
+            wait_until(lambda: session_id in listening.server.detached)
             os.kill(worker, 0)  # it lives, and the connection with it
         finally:
             os.kill(worker, signal.SIGKILL)
-    assert took_s < 0.1
     assert listening.peers.reclaims() == {"process_died": 1}
     assert listening.peers.find(peer.token) is None
 
@@ -321,7 +319,7 @@ def test_a_session_that_does_not_end_is_told_with_its_time_and_asked_for_again(
     answers += [status_error(StatusCode.FENCED, "no such session")] if was_done else []
 
     def slow_detach(session_id: int) -> int:
-        assert may_go_on.wait(5)
+        assert may_go_on.wait(TIMEOUT_S)
         if answers:
             raise answers.pop(0)
         return detach(session_id)
@@ -367,7 +365,7 @@ def test_nobody_waits_for_the_name_of_a_user_whose_process_died(
     answered = threading.Event()
 
     def slow(peer: Peer) -> dict[str, object]:
-        answered.wait(20)
+        answered.wait(2 * TIMEOUT_S)
         return {"user": str(peer.uid)}
 
     monkeypatch.setattr(attach, "by_whom", slow)

@@ -34,7 +34,7 @@ class Scraped:
     def get(self, path: str) -> tuple[int, str]:
         url = self.metrics.url.replace("/metrics", path)
         try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
+            with urllib.request.urlopen(url, timeout=30) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:

@@ -49,7 +49,7 @@ def test_systemd_hears_of_a_pool_that_grows_and_not_of_one_that_does_not(tmp_pat
     path = tmp_path / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(path))
-        systemd.settimeout(5)
+        systemd.settimeout(30)
         with (
             told_of_prefault(Notifier({"NOTIFY_SOCKET": str(path)}), interval_s=0.01),
             mmap.mmap(-1, 8 << 20) as pool,
