@@ -136,7 +136,8 @@ format:
 
 tidy:
 	@$(SETUP) tidy
-	$(IN_VENV) clang-tidy -p build/release --quiet $(wildcard native/*/*.cc native/store/*/*.cc)
+	@$(IN_VENV) cmake -S native -B build/tidy -G Ninja -DMEMD_UNITY=OFF >/dev/null
+	$(IN_VENV) clang-tidy -p build/tidy --quiet $(wildcard native/*/*.cc native/store/*/*.cc)
 
 house:
 	@$(SETUP) test

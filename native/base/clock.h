@@ -22,6 +22,12 @@ class SteadyClock final : public Clock {
   }
 };
 
+/// The one of the process, for who has no place for its own.
+inline const SteadyClock& steady_clock() {
+  static const SteadyClock clock;
+  return clock;
+}
+
 /// Stands still until a test moves it; any thread may look.
 class ManualClock final : public Clock {
  public:

@@ -287,7 +287,7 @@ void bind_words(nb::module_& module) {
   module.attr("MODE_OVERWRITE") = static_cast<int>(LeaseMode::overwrite);
 }
 
-void bind_statistics(nb::module_& module) {
+void bind_session_statistics(nb::module_& module) {
   nb::class_<ClientStatistics>(module, "ClientStatistics")
       .def_ro("lease_count", &ClientStatistics::lease_count)
       .def_ro("hits", &ClientStatistics::hits, "Those without a request.")
@@ -533,7 +533,7 @@ void bind_connection(nb::class_<ClientSession>& session) {
 
 void bind_ring(nb::module_& module) {
   bind_words(module);
-  bind_statistics(module);
+  bind_session_statistics(module);
   nb::class_<ClientSession> session(
       module,
       "ClientSession",

@@ -54,7 +54,7 @@ struct OpenReading {
   const SnapshotContents contents;
 };
 
-void bind_records(nb::module_& module) {
+void bind_snapshot_records(nb::module_& module) {
   module.def(
       "checksum",
       [](const nb::object& bytes) {
@@ -154,7 +154,7 @@ void bind_records(nb::module_& module) {
 }  // namespace
 
 void bind_snapshot_readings(nb::module_& module, nb::class_<Server>& server) {
-  bind_records(module);
+  bind_snapshot_records(module);
   server
       .def(
           "begin_snapshot_reading",

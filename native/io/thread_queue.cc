@@ -13,12 +13,10 @@ namespace {
 // Each moves a whole chunk at a time, so a few keep a device busy.
 constexpr uint32_t kThreadCountMax = 8;
 
-const SteadyClock kSteadyClock;
-
 }  // namespace
 
 ThreadQueue::ThreadQueue(const IoQueueOptions& options)
-    : TransferQueue(options.depth, options.wake_fd, kSteadyClock, options.turn) {
+    : TransferQueue(options.depth, options.wake_fd, steady_clock(), options.turn) {
   status_ =
       start_threads(threads_, std::min(options.depth, kThreadCountMax), [this] { run_tasks(); });
 }

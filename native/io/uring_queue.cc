@@ -15,8 +15,6 @@
 namespace memd {
 namespace {
 
-const SteadyClock kSteadyClock;
-
 // A piece is registered in one turn: 16 MiB of small pages that lie anywhere take 1 to 4 ms.
 constexpr uint64_t kPieceBytes = 4_MiB;
 constexpr unsigned kPieceCountMax = 16'384;  // the kernel's limit, and a table of 128 KiB
@@ -75,7 +73,7 @@ Result<std::unique_ptr<UringQueue>> UringQueue::create(const IoQueueOptions& opt
 }
 
 UringQueue::UringQueue(const IoQueueOptions& options, io_uring ring)
-    : TransferQueue(options.depth, options.wake_fd, kSteadyClock, options.turn),
+    : TransferQueue(options.depth, options.wake_fd, steady_clock(), options.turn),
       ring_(ring),
       joins_huge_pages_(joins_huge_pages()),
       fail_unregister_(options.fail_unregister) {
@@ -170,7 +168,7 @@ void UringQueue::unregister_piece(int slot) {
   // The pages stay pinned meanwhile, and nothing else does: a transfer finds its slot by the piece,
   // which is gone.
   slots_held_.push_back(slot);
-  held_retry_ns_ = kSteadyClock.now_ns() + kHeldRetryNs;
+  held_retry_ns_ = steady_clock().now_ns() + kHeldRetryNs;
 }
 
 bool UringQueue::try_unregister(int slot) {
@@ -188,7 +186,7 @@ bool UringQueue::try_unregister(int slot) {
 }
 
 void UringQueue::unregister_what_is_held() {
-  if (slots_held_.empty() || kSteadyClock.now_ns() < held_retry_ns_) return;
+  if (slots_held_.empty() || steady_clock().now_ns() < held_retry_ns_) return;
   for (const int slot : std::exchange(slots_held_, {})) unregister_piece(slot);
 }
 

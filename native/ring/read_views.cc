@@ -16,11 +16,6 @@
 #include "base/units.h"
 
 namespace memd {
-namespace {
-
-uint64_t page_bytes() { return pages_of(nullptr, 1).size(); }
-
-}  // namespace
 
 Result<std::unique_ptr<ReadViews>> ReadViews::reserve(std::byte* shared,
                                                       uint64_t reserved_bytes,

@@ -45,11 +45,6 @@ constexpr uint64_t kEntryIsFile = uint64_t{1} << 61;
 constexpr uint64_t kEntryIsSwapped = uint64_t{1} << 62;
 constexpr uint64_t kEntryIsPresent = uint64_t{1} << 63;
 
-uint64_t page_bytes() {
-  static const auto bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  return bytes;
-}
-
 void append(std::span<std::byte> pages, std::vector<std::span<std::byte>>* found) {
   if (!found->empty() && found->back().data() + found->back().size() == pages.data()) {
     found->back() = {found->back().data(), found->back().size() + pages.size()};
@@ -59,6 +54,11 @@ void append(std::span<std::byte> pages, std::vector<std::span<std::byte>>* found
 }
 
 }  // namespace
+
+uint64_t page_bytes() {
+  static const auto bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
 
 std::span<std::byte> pages_of(std::byte* begin, uint64_t bytes) {
   const auto address = std::bit_cast<uintptr_t>(begin);

@@ -35,6 +35,7 @@ class WrittenPages {
   PageLook look_;
 };
 
+uint64_t page_bytes();
 /// The pages that [begin, begin + bytes) touches.
 std::span<std::byte> pages_of(std::byte* begin, uint64_t bytes);
 

@@ -155,7 +155,11 @@ Status Engine::turn_of_start() {
   return error(StatusCode::deadline,
                "a device does not answer, so that the daemon cannot start; look at it, then start "
                "again: ",
-               describe(store_->reports().in_flight(), kNamedCount));
+               describe_in_flight());
+}
+
+std::string Engine::describe_in_flight() const {
+  return describe(store_->reports().in_flight(), kNamedCount);
 }
 
 void Engine::keep_to_one_volume_set(const std::array<uint8_t, 16>& uuid, KeptDescriptors& kept) {

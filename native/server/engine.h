@@ -67,6 +67,8 @@ class Engine {
   int wake_fd() const { return wake_.get(); }
   const Clock& clock() const { return clock_; }
   ShardStore& store() { return *store_; }
+  /// The oldest operations that no device has finished, for an error.
+  std::string describe_in_flight() const;
 
   /// Without bound until the server thread begins its first turn.
   TurnBudget& turn() { return turn_; }

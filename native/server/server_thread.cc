@@ -28,9 +28,6 @@ constexpr int kRequestLooks = 16;
 
 constexpr uint64_t kWakeId = 0;  // sessions count from 1
 
-// How many of the oldest an error names.
-constexpr size_t kNamedCount = 3;
-
 }  // namespace
 
 Status ServerThread::start() {
@@ -152,9 +149,8 @@ std::string ServerThread::describe_in_flight() {
   // Not ask(): it would come back here.
   const auto promise = std::make_shared<std::promise<std::string>>();
   auto answer = promise->get_future();
-  const bool accepted = post([this, promise] {
-    promise->set_value(describe(engine_->store().reports().in_flight(), kNamedCount));
-  });
+  const bool accepted =
+      post([this, promise] { promise->set_value(engine_->describe_in_flight()); });
   if (!accepted) return "nothing is told while the daemon stops";
   if (answer.wait_for(std::chrono::seconds(1)) != std::future_status::ready) {
     return "the server thread does not answer";
@@ -216,13 +212,13 @@ Status ServerThread::drain(std::chrono::steady_clock::time_point deadline) {
                      "disk as of its last commit: ",
                      count,
                      " leases; in flight: ",
-                     describe(engine_->store().reports().in_flight(), kNamedCount));
+                     engine_->describe_in_flight());
       }
       return error(
           StatusCode::deadline,
           "the daemon stops without what a device does not finish; every job is on disk as "
           "of its last commit: ",
-          describe(engine_->store().reports().in_flight(), kNamedCount));
+          engine_->describe_in_flight());
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

@@ -211,7 +211,7 @@ class NativeTests:
             [
                 *("cmake", "-S", SOURCE / "native", "-B", NATIVE_BUILD, "-G", "Ninja"),
                 *("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1", "-DMEMD_TESTS=ON"),
-                *("-DMEMD_BINDING=OFF", "-DMEMD_FAULTS=ON", *launcher),
+                *("-DMEMD_BINDING=OFF", "-DMEMD_FAULTS=ON", "-DMEMD_UNITY=OFF", *launcher),
             ],
             check=True,
             stdout=subprocess.DEVNULL,

@@ -12,7 +12,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <thread>
 #include <vector>
 
@@ -94,8 +93,11 @@ class CheckTest : public testing::Test {
     ASSERT_TRUE(file.good());
   }
   std::string bytes_of(uint16_t device) const {
+    std::string bytes(fs::file_size(path(device)), '\0');
     std::ifstream file(path(device), std::ios::binary);
-    return {std::istreambuf_iterator<char>(file), {}};
+    file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+    EXPECT_TRUE(file.good());
+    return bytes;
   }
 
   ExtentRecord write_extent(uint16_t device, uint64_t offset_bytes, std::vector<std::byte> bytes) {

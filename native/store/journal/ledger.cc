@@ -8,6 +8,7 @@
 #include "base/bulk_bytes.h"
 #include "base/check.h"
 #include "base/failpoint.h"
+#include "base/memory_orders.h"
 #include "base/units.h"
 #include "store/journal/ledger_layout.h"
 
@@ -18,9 +19,6 @@ namespace {
 constexpr uint64_t kSeatNotice = uint64_t{1} << 63;
 // A layout is written anew when its changes are longer than itself, and than this.
 constexpr uint64_t kLayoutChangesBytesMin = 64_KiB;
-
-constexpr auto kRelease = std::memory_order_release;
-constexpr auto kAcquire = std::memory_order_acquire;
 
 void raise_to(std::atomic<uint64_t>& end, uint64_t value) {
   if (end.load(std::memory_order_relaxed) < value) end.store(value, kRelease);

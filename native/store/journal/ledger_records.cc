@@ -2,14 +2,9 @@
 
 #include "base/bulk_bytes.h"
 #include "base/failpoint.h"
+#include "base/memory_orders.h"
 
 namespace memd {
-namespace {
-
-constexpr auto kRelease = std::memory_order_release;
-constexpr auto kAcquire = std::memory_order_acquire;
-
-}  // namespace
 
 bool is_whole(const RecordPlace& place, const std::byte* bytes, uint64_t bytes_max) {
   const uint64_t length_bytes = place.length_bytes;

@@ -7,13 +7,11 @@
 #include <utility>
 
 #include "base/bulk_bytes.h"
+#include "base/memory_orders.h"
 #include "store/journal/ledger_layout.h"
 
 namespace memd {
 namespace {
-
-constexpr auto kRelease = std::memory_order_release;
-constexpr auto kAcquire = std::memory_order_acquire;
 
 // Old places are emptied at least as fast as new ones are taken.
 constexpr size_t kEmptiedANote = 2;

@@ -5,13 +5,11 @@
 #include <utility>
 
 #include "base/bulk_bytes.h"
+#include "base/memory_orders.h"
 #include "store/journal/ledger_layout.h"
 
 namespace memd {
 namespace {
-
-constexpr auto kRelease = std::memory_order_release;
-constexpr auto kAcquire = std::memory_order_acquire;
 
 /// The mark of a shard that came or went while a commit was made: it comes after the one before,
 /// and after this one too.

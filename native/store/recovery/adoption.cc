@@ -7,14 +7,10 @@
 #include "base/failpoint.h"
 #include "base/units.h"
 #include "ring/shared_memory.h"
+#include "store/journal/ledger_records.h"
 
 namespace memd {
 namespace {
-
-template <typename... Parts>
-Status damaged(const Parts&... parts) {
-  return error(StatusCode::integrity, "the ledger is damaged: ", parts...);
-}
 
 bool starts_on_block(const ExtentRecord& extent) {
   return is_aligned(extent.address.offset_bytes, kBlockBytes);

@@ -7,14 +7,10 @@
 
 #include "base/failpoint.h"
 #include "store/cache/shard.h"
+#include "store/journal/ledger_records.h"
 
 namespace memd {
 namespace {
-
-template <typename... Parts>
-Status damaged(const Parts&... parts) {
-  return error(StatusCode::integrity, "the ledger is damaged: ", parts...);
-}
 
 SlotRecord* find_current(LedgerContents& contents, uint32_t shard_id) {
   SlotRecord* found = nullptr;

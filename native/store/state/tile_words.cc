@@ -9,6 +9,7 @@
 
 #include "base/bulk_bytes.h"
 #include "base/failpoint.h"
+#include "base/memory_orders.h"
 #include "base/units.h"
 #include "store/format/tile_rest.h"
 
@@ -22,9 +23,6 @@ constexpr uint32_t kRecordsMax = 1u << 21;
 // Each of two halves, which take turns. A job has at most 8 tiles in flight.
 constexpr uint32_t kScratchCount = 16;
 
-constexpr auto kRelease = std::memory_order_release;
-constexpr auto kAcquire = std::memory_order_acquire;
-
 // A word: used, updating, which place; the piece and the scratch place of an update.
 constexpr uint64_t kUsed = uint64_t{1} << 63;
 constexpr uint64_t kUpdating = uint64_t{1} << 62;
@@ -34,6 +32,8 @@ constexpr uint64_t kPlace = 1;
 constexpr uint64_t kAnyBase = ~uint64_t{0};
 constexpr int kScratchShift = 8;
 constexpr int kPieceShift = 16;
+
+}  // namespace
 
 struct ExtentWords {
   uint64_t offset_bytes;
@@ -58,6 +58,8 @@ struct RecordWords {
   StateWords states[2];
 };
 static_assert(sizeof(RecordWords) == 192);
+
+namespace {
 
 ExtentWords words_of(const ExtentRecord& extent) {
   return {.offset_bytes = extent.address.offset_bytes,
