@@ -99,11 +99,12 @@ def disk_path() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def daemons() -> Iterator[Daemons]:
-    with tests.daemons.daemons() as made:
+    """With 128 MiB on disk each, because a start writes all of it. `daemon` is for training."""
+    with tests.daemons.daemons(nvme_bytes=128 << 20) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def daemon(daemons: Daemons) -> Daemon:
     """64 MiB of memory and 512 MiB on disk."""
-    return daemons.start()
+    return daemons.start(nvme="512MiB")

@@ -86,13 +86,14 @@ class Daemons:
     sockets: Path
     data: Path
     started: list[subprocess.Popen[str]] = field(default_factory=list)
+    nvme_bytes: int = NVME_BYTES
 
     def command(self, *arguments: str, name: str = "memd", **settings: str) -> list[str]:
         given = {
             "socket": str(self.sockets / name / "memd.sock"),
             "data": str(self.data_folder(name)),
             "host": f"{HOST_BYTES}B",
-            "nvme": f"{NVME_BYTES}B",
+            "nvme": f"{self.nvme_bytes}B",
             "metrics": "127.0.0.1:0",
             **settings,
         }
@@ -166,13 +167,13 @@ class Daemons:
 
 
 @contextmanager
-def daemons() -> Iterator[Daemons]:
+def daemons(*, nvme_bytes: int = NVME_BYTES) -> Iterator[Daemons]:
     """Sockets lie in the temporary folder, because a socket's path is short."""
     test_data = BUILD / "test-data"
     test_data.mkdir(parents=True, exist_ok=True)
     sockets = Path(tempfile.mkdtemp(prefix="memd-"))
     data = Path(tempfile.mkdtemp(prefix="daemon-", dir=test_data))
-    made = Daemons(sockets, data)
+    made = Daemons(sockets, data, nvme_bytes=nvme_bytes)
     try:
         yield made
     finally:

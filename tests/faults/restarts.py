@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import memd_client
+from tests.daemons import NVME_BYTES
 from tests.faults.small_training import batch, build, loss_of
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class Restarts:
 @pytest.fixture
 def restarts(daemons: Daemons, request: pytest.FixtureRequest) -> Iterator[Restarts]:
     name = f"r{abs(hash(request.node.name)) % 10**8}"
-    made = Restarts(daemons, name, daemons.start(name=name))
+    roomy = replace(daemons, nvme_bytes=NVME_BYTES)  # for snapshots beside what is trained
+    made = Restarts(roomy, name, roomy.start(name=name))
     yield made
     made.settle()
     if made.daemon.process.poll() is None:

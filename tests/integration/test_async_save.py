@@ -390,7 +390,7 @@ def test_a_quota_that_holds_no_state_more_is_refused_by_the_call(
 
 
 def test_another_daemon_goes_on_with_the_save(daemons: Daemons, tmp_path: Path) -> None:
-    daemon = daemons.start(name="async-again")
+    daemon = daemons.start(name="async-again", nvme="512MiB")
     with memd_client.connect(
         daemon.address, job="again", host_bytes="16MiB", nvme_bytes="400MiB"
     ) as session:
@@ -407,7 +407,7 @@ def test_another_daemon_goes_on_with_the_save(daemons: Daemons, tmp_path: Path) 
             assert time.monotonic() < until
             assert not future.done()
         daemon.stop(signal.SIGKILL)
-        daemons.start(name="async-again")
+        daemons.start(name="async-again", nvme="512MiB")
         future.result(4 * TIMEOUT_S)
         found = {"model": {name: torch.empty_like(value) for name, value in wanted.items()}}
         load(found, checkpoint_id=partial)

@@ -56,7 +56,7 @@ def test_a_job_s_life_is_told_with_who_did_it(daemons: Daemons) -> None:
     told = events(daemon.log)
     start = told[0]
     assert start["event"] == "starting"
-    assert (start["host"], start["nvme"], start["log_format"]) == ("64MiB", "512MiB", "json")
+    assert (start["host"], start["nvme"], start["log_format"]) == ("64MiB", "128MiB", "json")
     assert start["scrub"] == "16MiB"
     of_job = [event for event in told if event.get("job") == "gpt"]
     assert [event["event"] for event in of_job] == [

@@ -245,8 +245,8 @@ def test_a_file_system_without_direct_io_is_refused(daemons: Daemons, folder: Pa
 
 
 def test_a_data_folder_made_for_another_size_is_refused(daemons: Daemons, daemon: Daemon) -> None:
-    sized = daemons.start(name="sized", nvme="256MiB")
+    sized = daemons.start(name="sized", nvme="64MiB")
     assert sized.stop() == 0
-    refusal = daemons.refusal(name="sized", nvme="512MiB")
+    refusal = daemons.refusal(name="sized", nvme="128MiB")
     assert "memd.volume has another size" in refusal
-    assert "268435456" in refusal
+    assert "67108864" in refusal

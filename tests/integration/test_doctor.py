@@ -191,16 +191,16 @@ def test_a_disk_that_is_too_small(daemons: Daemons, folder: Path) -> None:
 
 
 def test_a_volume_of_another_size_and_one_that_is_in_use(daemons: Daemons) -> None:
-    daemon = daemons.start(name="sized", nvme="256MiB")
+    daemon = daemons.start(name="sized", nvme="64MiB")
     # Another socket, the same data.
-    found = doctor(daemons, name="other", data=str(daemon.data), nvme="256MiB")
+    found = doctor(daemons, name="other", data=str(daemon.data), nvme="64MiB")
     assert obstacles(found) == [f"volume {daemon.data}"]
     assert "is in use by" in found[f"volume {daemon.data}"]["found"]
     assert daemon.stop() == 0
-    found = doctor(daemons, name="sized", nvme="512MiB")
+    found = doctor(daemons, name="sized", nvme="128MiB")
     assert obstacles(found) == [f"volume {daemon.data}"]
-    assert 'nvme = "256MiB"' in found[f"volume {daemon.data}"]["cure"]
-    assert obstacles(doctor(daemons, name="sized", nvme="256MiB")) == []
+    assert 'nvme = "64MiB"' in found[f"volume {daemon.data}"]["cure"]
+    assert obstacles(doctor(daemons, name="sized", nvme="64MiB")) == []
 
 
 def test_a_port_that_is_taken_and_one_that_is_open_to_all(daemons: Daemons, folder: Path) -> None:

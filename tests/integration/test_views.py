@@ -116,7 +116,7 @@ def test_a_write_that_is_asked_for_in_another_form_is_not_lost(daemon: Daemon) -
 def test_a_daemon_that_is_killed_knows_what_was_committed_and_no_more(
     daemons: Daemons,
 ) -> None:
-    before = daemons.start(host="64MiB")
+    before = daemons.start(nvme="512MiB")
     reference = stack()
     with memd_client.connect(before.address, job="views") as session:
         model = memd_client.offload(stack(), session)
@@ -133,7 +133,7 @@ def test_a_daemon_that_is_killed_knows_what_was_committed_and_no_more(
         with memd_client.connect(before.address, job="views") as other:
             assert torch.equal(other.get("layers.2.weight"), expected["layers.2.weight"])
         before.stop(signal.SIGKILL)
-        after = daemons.start(host="64MiB")
+        after = daemons.start(nvme="512MiB")
         with memd_client.connect(after.address, job="views") as other:
             assert other.committed_step == 1
             for name, value in expected.items():
