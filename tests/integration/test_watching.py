@@ -188,7 +188,7 @@ def test_every_panel_shows_a_series_of_a_daemon_that_trains(
 ) -> None:
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed; `make test` fetches it")
-    daemon = daemons.start(host="64MiB")
+    daemon = daemons.start(host="64MiB", nvme="512MiB")
     with trainer(daemon), prometheus(daemon, tmp_path) as watching:
         until(lambda: bool(watching.series("memd_committed_step > 10")), "no step is scraped")
         # Rates need several scrapes, and a commit to disk between two of them.
