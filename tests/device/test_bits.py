@@ -17,7 +17,7 @@ from tests.device.simulation import SIM
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SEEDS = (*range(4), *(pytest.param(seed, marks=pytest.mark.more) for seed in range(4, 40)))
+SEEDS = (*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 40)))
 
 
 def build(kind: type[nn.Module]) -> nn.Module:
