@@ -1,6 +1,6 @@
 # make demo        trains a model that does not fit into the memory it is given    ARGS="--steps 30 --verify"
 # make test        native and Python tests                                       PYTEST_ARGS="-k lease"
-# make test-more   what CI runs beside `make test`: parsers, ring, server and store under AddressSanitizer, long tests (label and marker `more`), a cover of `make conformance`, a fifth of seven soak parts
+# make test-more   what CI runs beside `make test`: parsers, ring, server and store under AddressSanitizer, long tests (label and marker `more`), a cover of `make conformance`, a twentieth of eight soak parts
 # make conformance small programs of every kind with memd and with plain PyTorch, bit for bit   ARGS="--only LSTM" or --write for docs/conformance.md
 # make bench       this machine's figures, as JSON under tests/bench/out, and what changed   ARGS="--only memd_bench_io"
 # make peers       the same GPT-2 trained by plain PyTorch, DeepSpeed and memd, side by side   ARGS="--rounds 1 --only plain memd"
@@ -68,7 +68,7 @@ test-more: sanitize
 	$(IN_VENV) $(TWO_PYTESTS) -m "more and not soak"
 	$(IN_VENV) $(TWO_PYTESTS) tests/device -m "more and not soak"
 	$(IN_VENV) python -m tests.numerics.conformance --ci
-	$(IN_VENV) python -m tests.soak.soak --percent 20 --only kill-daemon-fp32-step-short \
+	$(IN_VENV) python -m tests.soak.soak --percent 5 --only kill-daemon-fp32-step-short \
 	  kill-trainer-fp32-step-short kill-both-bf16-step-resident killed-clients power-cuts power-cuts-early \
 	  power-cuts-loads damaged-images
 

@@ -1,6 +1,6 @@
 """The long runs. Each part writes its report under build/soak, and is not run again while the
 report is of this commit: a soak that was ended goes on with the first part that has none. CI runs a
-fifth of seven parts, as the Makefile says.
+twentieth of eight parts, as the Makefile says.
 
 Run: python -m tests.soak.soak [--only NAME…] [--percent N] [--again] [--list]
 """
