@@ -547,8 +547,8 @@ class MetricsServer:
         self._http.server_close()
 
     def _serve(self) -> None:
-        """Until the end. serve_forever() would look for it twice a second, and each restart of a
-        daemon would wait for that."""
+        """Answers until stop(). serve_forever() polls for its end twice a second, and each restart
+        of a daemon would wait for that."""
         assert self._end is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._http, selectors.EVENT_READ)

@@ -39,7 +39,7 @@ class Forks:
 
 @contextmanager
 def forks(*modules: str) -> Iterator[Forks]:
-    """Of a process that has imported `modules`."""
+    """Starts a process that imports `modules` once and forks for each program."""
     command = [sys.executable, "-m", "tests.forks", *modules]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as process:

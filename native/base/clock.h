@@ -22,7 +22,7 @@ class SteadyClock final : public Clock {
   }
 };
 
-/// The one of the process, for who has no place for its own.
+/// One for the process. Code that is given a Clock uses that one.
 inline const SteadyClock& steady_clock() {
   static const SteadyClock clock;
   return clock;

@@ -153,7 +153,7 @@ TEST(FreeExtents, agrees_with_a_plain_model_over_random_operations) {
   }
 }
 
-/// Beside so many gaps of one block that hold no extent of two.
+/// Allocates extents of two blocks in a volume that has `gap_count` gaps of one block.
 double seconds_to_allocate_beside(uint64_t gap_count) {
   FreeExtents free;
   free.add_device(0, 0, 2 * gap_count * kBlockBytes + 64_MiB);

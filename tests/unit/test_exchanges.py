@@ -89,7 +89,7 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Mapping[str, tuple[str, list[int]]]]:
-    """What each program said, and exchanged afterwards, by rank."""
+    """Runs all programs in two ranks. Returns for each rank what a program said and exchanged."""
     path = str(tmp_path_factory.mktemp("exchanges") / "ranks")
     processes = [
         subprocess.Popen(
