@@ -1,11 +1,15 @@
-"""Short programs of one process each, without an import of torch for each: `python -m tests.forks
-MODULE…` imports the modules, and runs each program that it is given in a fork of its own."""
+"""Programs of one process each, without an import of torch for each: `python -m tests.forks FD
+MODULE…` imports the modules, and runs each program that comes over the socket in a fork."""
 
 from __future__ import annotations
 
 import atexit
 import json
 import os
+import runpy
+import select
+import signal
+import socket
 import subprocess
 import sys
 import traceback
@@ -13,37 +17,93 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[1]
+_REQUEST_BYTES_MAX = 128 * 1024
+
+
+class Program:
+    """One in a fork, used as a `subprocess.Popen`. Its output goes to memory, so a
+    child that outlives it keeps nobody waiting."""
+
+    def __init__(self, control: socket.socket, request: dict[str, Any]) -> None:
+        self._output = os.fdopen(os.memfd_create("output"), "w+b")
+        self._errors = os.fdopen(os.memfd_create("errors"), "w+b")
+        self._status, theirs = socket.socketpair()
+        with theirs:
+            files = [each.fileno() for each in (self._output, self._errors, theirs)]
+            socket.send_fds(control, [json.dumps(request).encode()], files)
+        self.pid = int(self._line(None))
+        self.returncode: int | None = None
+        """Negative after a signal."""
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+            self.returncode = int(self._line(None))
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it has printed, and said of errors, once it has ended."""
+        if self.returncode is None:
+            self.returncode = int(self._line(timeout))
+        self._output.seek(0)
+        self._errors.seek(0)
+        return self._output.read().decode(), self._errors.read().decode()
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for each in (self._output, self._errors, self._status):
+            each.close()
+
+    def _line(self, timeout: float | None) -> str:
+        if not select.select([self._status], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"the fork {self.pid}", timeout or 0)
+        line = b""
+        while not line.endswith(b"\n"):
+            part = self._status.recv(1)
+            assert part, "the process that forks has ended"
+            line += part
+        return line.decode()
 
 
 class Forks:
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+
+    def start(self, module: str, *arguments: str, environ: dict[str, str]) -> Program:
+        """As `python -m MODULE ARGUMENTS`."""
+        request = {"module": module, "arguments": arguments, "environ": environ}
+        return Program(self._control, request)
 
     def run(self, program: str, *arguments: str) -> tuple[int, str]:
-        """The exit status, negative after a signal, and what the program said and printed."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([program, *arguments]) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        assert line, "the process that forks has ended"
-        status, text = json.loads(line)
-        return status, text
+        """As `python -c PROGRAM ARGUMENTS`: the exit status, and what it printed and said."""
+        request = {"program": program, "arguments": arguments, "environ": dict(os.environ)}
+        with Program(self._control, request) as ran:
+            text = "".join(ran.communicate())
+            assert ran.returncode is not None
+            return ran.returncode, text
 
 
 @contextmanager
 def forks(*modules: str) -> Iterator[Forks]:
     """Starts a process that imports `modules` once and forks for each program."""
-    command = [sys.executable, "-m", "tests.forks", *modules]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as process:
-        yield Forks(process)
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "tests.forks", str(theirs.fileno()), *modules]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT):
+        theirs.close()
+        with control:
+            yield Forks(control)
 
 
 @cache
@@ -54,14 +114,25 @@ def shared_forks(*modules: str) -> Forks:
     return stack.enter_context(forks(*modules))
 
 
-def _run(program: str, arguments: list[str], output: int) -> None:
-    """In the child. It ends without what an interpreter does at its end, which takes a second."""
+def _execute(request: dict[str, Any]) -> None:
+    if "program" in request:
+        exec(request["program"], {"__name__": "__main__"})
+        return
+    module = request["module"]
+    sys.modules.pop(module, None)  # runpy warns of one that has been imported
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _run(request: dict[str, Any], output: int, errors: int) -> NoReturn:
+    """In a child. It ends without what an interpreter does at its end, which takes a second."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     os.dup2(output, sys.stdout.fileno())
-    os.dup2(output, sys.stderr.fileno())
-    sys.argv = ["-c", *arguments]
+    os.dup2(errors, sys.stderr.fileno())
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    sys.argv = ["-c", *request["arguments"]]
     try:
-        exec(program, {"__name__": "__main__"})
+        _execute(request)
     finally:
         error = sys.exc_info()[1]
         status = 0 if error is None else 1
@@ -74,22 +145,33 @@ def _run(program: str, arguments: list[str], output: int) -> None:
         os._exit(status)
 
 
-def _main() -> None:
-    for module in sys.argv[1:]:
-        import_module(module)
-    for line in sys.stdin:
-        program, *arguments = json.loads(line)
-        read_end, write_end = os.pipe()
-        child = os.fork()
-        if not child:
-            _run(program, arguments, write_end)
-        os.close(write_end)
-        with os.fdopen(read_end, encoding="utf-8") as output:
-            text = output.read()
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        sys.stdout.write(json.dumps([status, text]) + "\n")
-        sys.stdout.flush()
+def _wait_for(request: dict[str, Any], output: int, errors: int, told: int) -> NoReturn:
+    """In a child that has one program: it tells the program's process and how that ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    child = os.fork()
+    if not child:
+        os.close(told)
+        _run(request, output, errors)
+    os.write(told, f"{child}\n".encode())
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.write(told, f"{status}\n".encode())
     os._exit(0)
+
+
+def _main() -> None:
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        for module in sys.argv[2:]:
+            import_module(module)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+        while True:
+            request, files, _, _ = socket.recv_fds(control, _REQUEST_BYTES_MAX, 3)
+            if not request:
+                os._exit(0)
+            if not os.fork():
+                control.close()
+                _wait_for(json.loads(request), *files)
+            for file in files:
+                os.close(file)
 
 
 if __name__ == "__main__":

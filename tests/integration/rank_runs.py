@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
+
+from tests.forks import shared_forks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 240
 PROGRAMS = "tests.integration.rank_programs"
+# Ranks are forks of a process that has imported them all: each would take seconds for it.
+IMPORTED = (
+    PROGRAMS,
+    "tests.integration.rank_failures",
+    "tests.integration.rank_fsdp",
+    "tests.integration.rank_groups",
+)
 
 
 def run(
@@ -30,23 +38,15 @@ def run(
     """The output of each rank of a program; None of the one that is killed."""
     meeting = tmp_path / f"meeting-{len(list(tmp_path.iterdir()))}"
     meeting.touch()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", programs, name, daemon.address, str(meeting)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size), **environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
+    template = shared_forks(*IMPORTED)
+    arguments = (programs, name, daemon.address, str(meeting))
+    world = {**os.environ, "WORLD_SIZE": str(world_size), **environ}
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(template.start(*arguments, environ={**world, "RANK": str(rank)}))
+            for rank in range(world_size)
+        ]
         answers = [process.communicate(timeout=TIMEOUT_S) for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
     errors = "".join(f"rank {rank}:\n{written}" for rank, (_, written) in enumerate(answers))
     for rank, process in enumerate(processes):
         assert process.returncode == (-9 if rank == killed else 0), errors
