@@ -50,6 +50,39 @@ struct Model {
     EXPECT_TRUE(heart.sync(session_id).is_ok());
   }
 
+  /// From now on one chunk is in flight at a time.
+  void slow_device() {
+    heart.faults().set_limits(0, {.depth = 1, .chunk_bytes = kChunkBytesMin});
+    heart.io().after_read = [this](std::span<std::byte> data) { read.push_back(data.data()); };
+  }
+  /// Until others_read_before().
+  void stop_device() {
+    heart.faults().add_fault({.kind = MemoryFaultKind::stall, .io_kind = IoKind::read});
+  }
+  std::vector<uint32_t> filling() {
+    std::vector<uint32_t> found;
+    for (const uint32_t id : ids) {
+      const Entry& entry = *heart.job(session_id).shards().find_entry(id, Part::value);
+      if (entry.residency() == Residency::filling) found.push_back(id);
+    }
+    return found;
+  }
+  /// Waits for one that the stopped device shall read; how many others it reads first.
+  size_t others_read_before(uint32_t id) {
+    const auto answer = heart.ask(session_id, id);
+    heart.turn();
+    read.clear();
+    EXPECT_TRUE(heart.faults().has_stalled());
+    heart.faults().release_stalled();
+    EXPECT_TRUE(heart.until([&] { return answer->has_value(); }));
+    const Held held = answer->value_or(Held{});
+    EXPECT_TRUE(held.is_ok()) << held.status.message();
+    const auto place = std::ranges::find(read, held.grant.data);
+    EXPECT_NE(place, read.end());
+    heart.release(held);
+    return static_cast<size_t>(place - read.begin());
+  }
+
   uint32_t count() const { return static_cast<uint32_t>(ids.size()); }
   const JobCounters& counters() { return heart.job(session_id).cache().counters(); }
   /// Returns how many leases waited.
@@ -77,6 +110,7 @@ struct Model {
   }
 
   std::shared_ptr<MemoryDisk> disk = std::make_shared<MemoryDisk>(232_MiB);
+  std::vector<const std::byte*> read;  // into which memory, in the device's order
   Heart heart;
   uint64_t job_id;
   uint64_t session_id;
@@ -127,55 +161,36 @@ TEST(Prefetch, one_that_somebody_waits_for_overtakes_those_that_nobody_does) {
   }
   model.forward();
   model.backward(true);
-  // One chunk a turn: what the end of the step makes room for is read one after the other.
-  model.heart.faults().set_limits(0, {.depth = 1, .chunk_bytes = kChunkBytesMin});
+  model.slow_device();
   const auto [status, report] =
       model.heart.step({.session_id = model.session_id,
                         .groups = {{.settings = {}, .shard_ids = model.ids}},
                         .staged_buffers = {},
                         .step = model.heart.job(model.session_id).progress().committed_step() + 1});
   ASSERT_TRUE(status.is_ok()) << status.message();
-  const auto filling = [&model] {
-    std::vector<uint32_t> ids;
-    for (const uint32_t id : model.ids) {
-      const Entry& entry = *model.heart.job(model.session_id).shards().find_entry(id, Part::value);
-      if (entry.residency() == Residency::filling) ids.push_back(id);
-    }
-    return ids;
-  };
-  // The answer may come in the turn before the one that looks at the room.
-  std::vector<uint32_t> before;
+  // What the end of the step makes room for.
+  model.stop_device();
+  std::vector<uint32_t> wanted;
   ASSERT_TRUE(model.heart.until([&] {
-    before = filling();
-    return before.size() >= 4;
+    wanted = model.filling();
+    return wanted.size() >= 4 && model.heart.workers().open_count() == 0;
   }));
-  const Held held = model.heart.lease(model.session_id, before.back());
-  ASSERT_TRUE(held.is_ok()) << held.status.message();
-  // All but itself, and at most the one that was being read.
-  EXPECT_GE(filling().size(), before.size() - 2);
-  model.heart.release(held);
+  EXPECT_LE(model.others_read_before(wanted.back()), 1U);
   model.client.settle();
 }
 
 TEST(Prefetch, one_that_a_session_asked_for_is_raised_too) {
   Model model(24, 8);  // the first eight made room for the others
-  model.heart.faults().set_limits(0, {.depth = 1, .chunk_bytes = kChunkBytesMin});
-  const auto is_filling = [&model](uint32_t id) {
-    const Entry& entry = *model.heart.job(model.session_id).shards().find_entry(id, Part::value);
-    return entry.residency() == Residency::filling;
-  };
+  model.slow_device();
+  model.stop_device();
   for (uint32_t i = 0; i < 4; ++i) {
     model.heart.ask({.session_id = model.session_id,
                      .shard_id = model.ids[i],
                      .timeout_ns = 60'000'000'000,
                      .prefetch = true});
-    ASSERT_TRUE(is_filling(model.ids[i]));
   }
-  const Held held = model.heart.lease(model.session_id, model.ids[3]);
-  ASSERT_TRUE(held.is_ok()) << held.status.message();
-  EXPECT_TRUE(is_filling(model.ids[1]));
-  EXPECT_TRUE(is_filling(model.ids[2]));
-  model.heart.release(held);
+  ASSERT_EQ(model.filling(), std::vector(model.ids.begin(), model.ids.begin() + 4));
+  EXPECT_LE(model.others_read_before(model.ids[3]), 1U);
 }
 
 TEST(Prefetch, what_is_only_read_again_and_again_moves_hardly_more_than_it_must) {
