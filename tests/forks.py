@@ -46,13 +46,29 @@ class Program:
             self.returncode = int(self._line(None))
         return self.returncode
 
+    def lines(self) -> Iterator[str]:
+        """Of its output, each as it comes, to its end."""
+        given_bytes = 0
+        while True:
+            has_ended = self.poll() is not None
+            # The program's own file: a seek would move where it writes.
+            printed = os.pread(self._output.fileno(), 1 << 20, given_bytes)
+            lines = printed[: printed.rfind(b"\n") + 1]
+            given_bytes += len(lines)
+            yield from lines.decode().splitlines()
+            if has_ended:
+                return
+            select.select([self._status], [], [], 0.01)
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """What it has printed, and said of errors, once it has ended."""
         if self.returncode is None:
             self.returncode = int(self._line(timeout))
-        self._output.seek(0)
-        self._errors.seek(0)
-        return self._output.read().decode(), self._errors.read().decode()
+        texts = []
+        for file in (self._output, self._errors):
+            file.seek(0)
+            texts.append(file.read().decode())
+        return texts[0], texts[1]
 
     def kill(self) -> None:
         if self.poll() is None:
@@ -81,9 +97,10 @@ class Forks:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
 
-    def start(self, module: str, *arguments: str, environ: dict[str, str]) -> Program:
-        """As `python -m MODULE ARGUMENTS`."""
-        request = {"module": module, "arguments": arguments, "environ": environ}
+    def start(self, module: str | Path, *arguments: str, environ: dict[str, str]) -> Program:
+        """As `python -m MODULE ARGUMENTS`, or `python FILE ARGUMENTS`."""
+        key = "file" if isinstance(module, Path) else "module"
+        request = {key: str(module), "arguments": arguments, "environ": environ}
         return Program(self._control, request)
 
     def run(self, program: str, *arguments: str) -> tuple[int, str]:
@@ -118,13 +135,17 @@ def _execute(request: dict[str, Any]) -> None:
     if "program" in request:
         exec(request["program"], {"__name__": "__main__"})
         return
+    if "file" in request:
+        runpy.run_path(request["file"], run_name="__main__")
+        return
     module = request["module"]
     sys.modules.pop(module, None)  # runpy warns of one that has been imported
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _run(request: dict[str, Any], output: int, errors: int) -> NoReturn:
-    """In a child. It ends without what an interpreter does at its end, which takes a second."""
+    """In a child. It does what was registered for its end, and leaves out that each module goes:
+    torch's take a second."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     os.dup2(output, sys.stdout.fileno())
     os.dup2(errors, sys.stderr.fileno())
@@ -140,6 +161,7 @@ def _run(request: dict[str, Any], output: int, errors: int) -> NoReturn:
             status = error.code
         elif error is not None:
             traceback.print_exception(error)
+        atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

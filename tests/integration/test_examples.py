@@ -6,13 +6,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+from tests.forks import shared_forks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,6 +39,14 @@ SAME_FILES = {
         Path("checkpoints", "checkpoint-12", name) for name in ("config.json", "model.safetensors")
     ],
 }
+# Trainers are forks of a process that has imported these: each would take ten seconds for it.
+IMPORTED = (
+    "memd_client.integrations.accelerate",
+    "memd_client.integrations.lightning",
+    "memd_client.integrations.transformers",
+    "peft",
+    "transformers.models.gpt2.modeling_gpt2",
+)
 LOSS = re.compile(r"^(.+) loss (\S+)$")
 
 pytestmark = [pytest.mark.more, pytest.mark.nvme, pytest.mark.timeout(600)]
@@ -48,24 +56,15 @@ def lines_of(name: str, out: Path, *flags: str, killed_after: str = "") -> Itera
     """Runs an example and gives its lines as they come; with `killed_after`, up to its loss."""
     out.mkdir(exist_ok=True)
     address = f"embedded:{out.parent / 'memd'}?host=128MiB&nvme=256MiB"
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), str(out), *flags]
-    with (
-        (out / "stderr").open("w") as stderr,
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env={**os.environ, "MEMD_ADDRESS": address, "HF_HUB_OFFLINE": "1"},
-        ) as trainer,
-    ):
-        assert trainer.stdout is not None
-        for line in trainer.stdout:
+    environ = {**os.environ, "MEMD_ADDRESS": address, "HF_HUB_OFFLINE": "1"}
+    template = shared_forks(*IMPORTED)
+    with template.start(EXAMPLES / f"{name}.py", str(out), *flags, environ=environ) as trainer:
+        for line in trainer.lines():
             yield line.rstrip()
             if killed_after and line.startswith(f"{killed_after} loss "):
-                trainer.send_signal(signal.SIGKILL)
-    expected = -signal.SIGKILL if killed_after else 0
-    assert trainer.returncode == expected, (out / "stderr").read_text()[-4000:]
+                trainer.kill()
+        _, errors = trainer.communicate()
+    assert trainer.returncode == (-signal.SIGKILL if killed_after else 0), errors[-4000:]
 
 
 def losses(name: str, out: Path, *flags: str, killed_after: str = "") -> dict[str, str]:

@@ -1,10 +1,13 @@
 """Runs every operator of torch's own table with an offloaded parameter in place of a tensor, each
 in a process of its own, and prints what became of each as JSON: a kernel that reads where no memory
 is ends the process. Without a daemon: the fake one of the unit tests.
+
+Run: python -m tests.numerics.operators [--every 5] [NAME…]
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -136,11 +139,14 @@ def run_alone(op: Any) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    wanted = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--every", type=int, default=1, help="one of so many operators")
+    parser.add_argument("names", nargs="*", help="of these names alone")
+    wanted = parser.parse_args()
     outcomes = {
         f"{op.name}.{op.variant_test_name}".rstrip("."): run_alone(op)
-        for op in op_db
-        if not wanted or op.name in wanted
+        for op in op_db[:: wanted.every]
+        if not wanted.names or op.name in wanted.names
     }
     json.dump(outcomes, sys.stdout, indent=1)
 

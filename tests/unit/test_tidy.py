@@ -292,7 +292,7 @@ def test_sources_include_their_own_header_first_so_that_the_build_compiles_it_al
     assert not later
 
 
-@pytest.mark.more
+@pytest.mark.soak
 @pytest.mark.timeout(1200)  # a minute's work, of which a busy machine gives it a tenth
 def test_every_native_header_compiles_alone() -> None:
     """Those without a source of their name."""
