@@ -52,7 +52,7 @@ demo:
 test:
 	@$(SETUP) test
 	@started=$$SECONDS; \
-	ctest --test-dir build/release --label-exclude more --output-on-failure --no-tests=error -j 2; \
+	ctest --test-dir build/release --label-exclude "more|soak" --output-on-failure --no-tests=error -j 2; \
 	$(IN_VENV) $(TWO_PYTESTS) -m "not more and not soak" $(PYTEST_ARGS); \
 	$(DEVICE_TESTS) -m "not more and not soak" $(PYTEST_ARGS) || (($$? == 5)); \
 	echo "make test: $$((SECONDS - started)) s after set-up"
@@ -95,7 +95,9 @@ peers:
 # With arguments only the parts that they name.
 soak:
 	@$(SETUP) test
-	@[[ -n "$(ARGS)" ]] || { $(IN_VENV) $(TWO_PYTESTS) -m soak; $(IN_VENV) $(TWO_PYTESTS) tests/device -m soak; }
+	@[[ -n "$(ARGS)" ]] || { \
+	  ctest --test-dir build/release --label-regex soak --output-on-failure --no-tests=error -j 2; \
+	  $(IN_VENV) $(TWO_PYTESTS) -m soak; $(IN_VENV) $(TWO_PYTESTS) tests/device -m soak; }
 	$(IN_VENV) python -m tests.soak.soak $(ARGS)
 
 mutants:

@@ -20,17 +20,17 @@ from tests.device.trained import trained
 if TYPE_CHECKING:
     from tests.daemons import Daemon
 
-SEEDS = (1, pytest.param(10, marks=pytest.mark.more))
+SEEDS = 10
 
 
-@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.more
 @pytest.mark.parametrize("cell", cover(), ids=str)
 def test_training_has_the_bits_of_training_without_memd(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, cell: Cell, seeds: int
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, cell: Cell
 ) -> None:
     monkeypatch.setattr(saved_activations, "SMALL_BYTES", SMALL_ACTIVATION_BYTES)
     expected = reference(cell.model, cell.loop, "sim")
-    for seed in range(seeds):
+    for seed in range(SEEDS):
         SIM.seed(seed)
         assert are_equal(trained(daemon, monkeypatch, cell.model, cell.budget, cell.loop), expected)
 

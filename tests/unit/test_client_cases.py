@@ -62,6 +62,9 @@ from tests.unit.zero_grad_cases import TestZeroGrad  # noqa: F401
 if TYPE_CHECKING:
     from tests.unit.client_cases import OpenSession
 
+# tests/integration/test_client_cases.py has them all with a real daemon.
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture
 def job() -> OpenSession:
