@@ -22,6 +22,8 @@ PROGRAMS = ("chromium-headless-shell", "chromium")
 WIDTH, HEIGHT = 1160, 1180
 # A browser that starts beside other work takes long; one that hangs ends the test.
 LIMIT_S = 120.0
+# A picture of a page that is loaded again meanwhile never comes, so it is asked for again.
+PICTURE_S = 20.0
 # The browser reads messages from descriptor 3 and writes to 4.
 _START = 'exec "$@" 3<&"$0" 4>&"$OUTPUT"'
 _FLAGS = (
@@ -37,6 +39,10 @@ def program() -> str | None:
 
 class BrowserError(Exception):
     """The browser refused a command."""
+
+
+class UnansweredError(BrowserError):
+    """A command was not answered in its time."""
 
 
 class Browser:
@@ -87,27 +93,40 @@ class Browser:
 
     def picture(self) -> bytes:
         """A PNG of the whole page."""
-        size = self._call("Page.getLayoutMetrics")["cssContentSize"]
-        answer = self._call(
-            "Page.captureScreenshot", clip={**size, "scale": 1}, captureBeyondViewport=True
-        )
-        return base64.b64decode(answer["data"])
+        end_s = time.monotonic() + LIMIT_S
+        while True:
+            size = self._call("Page.getLayoutMetrics")["cssContentSize"]
+            clip = {**size, "scale": 1}
+            self._send("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
+            try:
+                answer = self._answer("Page.captureScreenshot", PICTURE_S)
+            except UnansweredError:
+                assert time.monotonic() < end_s, self.complaints
+                continue
+            return base64.b64decode(answer["data"])
 
     def close(self) -> None:
         with suppress(BrowserError, OSError):
             self._call("Browser.close")
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._send(method, **parameters)
+        return self._answer(method, LIMIT_S)
+
+    def _send(self, method: str, **parameters: Any) -> None:
         self._number += 1
         command: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session:
             command["sessionId"] = self._session
         os.write(self._to, json.dumps(command).encode() + b"\0")
-        end_s = time.monotonic() + LIMIT_S
+
+    def _answer(self, method: str, limit_s: float) -> dict[str, Any]:
+        """To the last command."""
+        end_s = time.monotonic() + limit_s
         while True:
             message = self._receive(end_s)
             if message is None:
-                raise BrowserError(f"{method} is not answered")
+                raise UnansweredError(f"{method} is not answered")
             if message.get("id") != self._number:
                 self._note(message)
                 continue
