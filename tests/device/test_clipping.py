@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import memd_client
 from memd_client import CapacityError, MemdError
+from memd_client.core.leases import Leases
 from memd_client.device import departed_gradients
 from memd_client.device.departures import Departures
 from tests.device.models import are_equal
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from memd_client import Session
+    from memd_client.connection.shard import Shard
     from tests.daemons import Daemon
 
     Clip = Callable[..., Tensor]
@@ -371,6 +373,27 @@ def test_a_sum_expects_no_norm(session: Session, norms: Counter[str]) -> None:
         clip(NORM)
         step()
     assert norms == {"back": count, "norms": count}
+
+
+def test_a_gradient_that_was_dropped_is_not_multiplied(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, clip, step = with_memd(session)
+    backward(model, 0)
+    clip(NORM)
+    names = [name for name, _ in model.named_parameters()]
+    next(model.parameters()).grad = None
+    multiplied = []
+    leased = Leases.gradient_before_step
+
+    def noting(leases: Leases, shard: Shard) -> Tensor:
+        multiplied.append(shard.label)
+        return leased(leases, shard)
+
+    monkeypatch.setattr(Leases, "gradient_before_step", noting)
+    step()
+    session.commit(wait=True)
+    assert sorted(multiplied) == sorted(names[1:])
 
 
 def test_a_step_that_is_repeated_has_multiplied_once(
