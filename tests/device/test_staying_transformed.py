@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, functionalize, grad, vjp, vmap
 
 import memd_client
 from memd_client import InvalidArgument
@@ -135,7 +135,25 @@ def of_inputs(model: nn.Module, number: int) -> None:
     grad(lambda inputs: model(inputs))(there(number))
 
 
-@pytest.mark.parametrize("backward", [of_inputs, by_sample])
+def by_vjp(model: nn.Module, number: int) -> None:
+    parameters = dict(model.named_parameters())
+    vjp(lambda values: loss_of(model, values, there(number)), parameters)
+
+
+def by_vmap(model: nn.Module, number: int) -> None:
+    del number
+    vmap(torch.square)(next(model.parameters()))
+
+
+def by_functionalize(model: nn.Module, number: int) -> None:
+    del number
+    functionalize(torch.square)(next(model.parameters()))
+
+
+TRANSFORMED = (of_inputs, by_sample, by_grad, by_vjp, by_vmap, by_functionalize)
+
+
+@pytest.mark.parametrize("backward", TRANSFORMED)
 def test_functions_of_values_that_wait_for_a_commit_are_refused(
     session: Session, backward: Backward
 ) -> None:

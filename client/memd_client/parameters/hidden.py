@@ -3,12 +3,16 @@
 A step that is called in backward is closed when backward ends, and one of a session that tracks
 objects by `commit()`. torch's optimizers would have updated each parameter at once. A parameter
 that stays in this process is an ordinary tensor, which anybody could read meanwhile. So it has a
-class that refuses each use but questions about metadata and gradient.
+class that refuses each use but questions about metadata and gradient. torch.func's transforms wrap
+what they are given without a question to its class, so their functions that wrap ask meanwhile.
 """
 
 from __future__ import annotations
 
 import types
+from functools import partial
+from importlib import import_module
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +30,15 @@ if TYPE_CHECKING:
 _hidden: ByIdentity[torch.Tensor, tuple[type[torch.Tensor], Callable[[], None]]] = ByIdentity()
 _classes: dict[type[torch.Tensor], type[torch.Tensor]] = {}
 _ATTRIBUTES = frozenset(("grad", "_grad"))
+# Called for each tensor by grad, vjp and jacrev, by functionalize, and by vmap.
+_WRAPPING = (
+    ("torch._functorch.eager_transforms", "_wrap_for_grad"),
+    ("torch._functorch.eager_transforms", "_wrap_functional_tensor"),
+    ("torch._functorch.vmap", "_add_batch_dim"),
+)
+_lock = RLock()  # reentrant: garbage that is collected under it may show parameters
+# torch's own functions, while some parameter is hidden; by module and name.
+_replaced: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def hide(parameter: torch.Tensor, refuse: Callable[[], None]) -> None:
@@ -35,7 +48,9 @@ def hide(parameter: torch.Tensor, refuse: Callable[[], None]) -> None:
     found = _hidden.get(parameter)
     kind = type(parameter) if found is None else found[0]
     increment_version(parameter)
-    _hidden[parameter] = kind, refuse
+    with _lock:
+        _hidden[parameter] = kind, refuse
+        _watch_transforms()
     parameter.__class__ = _classes.setdefault(kind, _hidden_class(kind))
 
 
@@ -44,7 +59,32 @@ def show(parameter: torch.Tensor) -> None:
     found = _hidden.get(parameter)
     if found is not None:
         parameter.__class__ = found[0]
-        _hidden.discard(parameter)
+        with _lock:
+            _hidden.discard(parameter)
+            if not _hidden:
+                _leave_transforms()
+
+
+def _watch_transforms() -> None:
+    for module, name in _WRAPPING:
+        if (module, name) not in _replaced:
+            function = getattr(import_module(module), name)
+            _replaced[module, name] = function
+            setattr(import_module(module), name, partial(_wrap, function))
+
+
+def _leave_transforms() -> None:
+    while _replaced:
+        (module, name), function = _replaced.popitem()
+        setattr(import_module(module), name, function)
+
+
+@untraced
+def _wrap(function: Callable[..., Any], tensor: object, *given: Any) -> Any:
+    found = _hidden.get(tensor)
+    if found is not None:
+        found[1]()
+    return function(tensor, *given)
 
 
 @untraced
