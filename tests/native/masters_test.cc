@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "optim/adam_variants.h"
 #include "optim/bf16_master.h"
 #include "store_fixture.h"
 
