@@ -17,8 +17,6 @@
 namespace memd::powercut {
 namespace {
 
-constexpr size_t kViolationsShown = 3;
-
 struct Range {
   uint64_t begin_bytes = 0;  // in the image
   uint64_t length_bytes = 0;

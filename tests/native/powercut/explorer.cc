@@ -15,7 +15,6 @@ namespace memd::powercut {
 namespace {
 
 constexpr size_t kExhaustiveWritesMax = 12;
-constexpr size_t kViolationsShown = 3;
 constexpr uint64_t kCutsPerPosition = 24;
 constexpr int kTearsPerWrite = 4;
 

@@ -10,6 +10,9 @@
 
 namespace memd::powercut {
 
+/// All are counted that a walk over a recording finds, and as many are described.
+inline constexpr size_t kViolationsShown = 3;
+
 struct RecordedWrite {
   uint64_t begin_bytes = 0;  // in the image of all devices
   std::vector<std::byte> bytes;
