@@ -603,7 +603,7 @@ struct NamedExtents {
 inline NamedExtents named_extents(std::span<const std::byte> volume) {
   end_turns();  // what a test reads is no turn of a store
   NamedExtents named;
-  const auto superblock = newest_superblock(
+  const auto superblock = memd::newest_superblock(
       volume.size(), "volume", [volume](std::span<std::byte> block, uint64_t offset_bytes) {
         std::memcpy(block.data(), volume.data() + offset_bytes, block.size());
         return Status::ok();
