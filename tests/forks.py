@@ -27,8 +27,8 @@ _REQUEST_BYTES_MAX = 128 * 1024
 
 
 class Program:
-    """One in a fork, used as a `subprocess.Popen`. Its output goes to memory, so a
-    child that outlives it keeps nobody waiting."""
+    """One in a fork, used as a `subprocess.Popen`. Its output goes to memory, so a child that
+    outlives it keeps nobody waiting."""
 
     def __init__(self, control: socket.socket, request: dict[str, Any]) -> None:
         self._output = os.fdopen(os.memfd_create("output"), "w+b")
@@ -47,7 +47,7 @@ class Program:
         return self.returncode
 
     def lines(self) -> Iterator[str]:
-        """Of its output, each as it comes, to its end."""
+        """Yields each line of its output as it comes, until the program ends."""
         given_bytes = 0
         while True:
             has_ended = self.poll() is not None
@@ -56,12 +56,13 @@ class Program:
             lines = printed[: printed.rfind(b"\n") + 1]
             given_bytes += len(lines)
             yield from lines.decode().splitlines()
-            if has_ended:
+            if not has_ended:
+                select.select([self._status], [], [], 0.01)
+            elif not lines:
                 return
-            select.select([self._status], [], [], 0.01)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it has printed, and said of errors, once it has ended."""
+        """Waits for its end, and returns its output and its errors."""
         if self.returncode is None:
             self.returncode = int(self._line(timeout))
         texts = []

@@ -168,7 +168,7 @@ TEST(Prefetch, one_that_somebody_waits_for_overtakes_those_that_nobody_does) {
                         .staged_buffers = {},
                         .step = model.heart.job(model.session_id).progress().committed_step() + 1});
   ASSERT_TRUE(status.is_ok()) << status.message();
-  // What the end of the step makes room for.
+  // The end of the step makes room for these.
   model.stop_device();
   std::vector<uint32_t> wanted;
   ASSERT_TRUE(model.heart.until([&] {

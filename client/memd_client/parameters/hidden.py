@@ -50,7 +50,8 @@ def hide(parameter: torch.Tensor, refuse: Callable[[], None]) -> None:
     increment_version(parameter)
     with _lock:
         _hidden[parameter] = kind, refuse
-        _watch_transforms()
+        if not _replaced:
+            _watch_transforms()
     parameter.__class__ = _classes.setdefault(kind, _hidden_class(kind))
 
 
@@ -67,10 +68,9 @@ def show(parameter: torch.Tensor) -> None:
 
 def _watch_transforms() -> None:
     for module, name in _WRAPPING:
-        if (module, name) not in _replaced:
-            function = getattr(import_module(module), name)
-            _replaced[module, name] = function
-            setattr(import_module(module), name, partial(_wrap, function))
+        function = getattr(import_module(module), name)
+        _replaced[module, name] = function
+        setattr(import_module(module), name, partial(_wrap, function))
 
 
 def _leave_transforms() -> None:
