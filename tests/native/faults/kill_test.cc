@@ -126,8 +126,9 @@ class KillTest : public ::testing::Test {
   }
   std::string state_file(size_t phase) const { return folder_ / concat("state-", phase); }
   static std::string read_file(const std::filesystem::path& path) {
-    std::ifstream file(path, std::ios::binary);
-    return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+    std::string bytes(std::filesystem::file_size(path), 0);
+    std::ifstream(path, std::ios::binary).read(bytes.data(), std::ssize(bytes));
+    return bytes;
   }
   static void write_file(const std::filesystem::path& path, const std::string& bytes) {
     std::ofstream(path, std::ios::binary).write(bytes.data(), static_cast<ssize_t>(bytes.size()));
