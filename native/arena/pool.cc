@@ -17,8 +17,6 @@
 namespace memd {
 namespace {
 
-constexpr uint64_t kHugePageBytes = 2_MiB;
-
 std::string in_mebibytes(uint64_t bytes) { return concat(bytes >> 20, " MiB (", bytes, " bytes)"); }
 
 /// Shared memory that the kernel can't back ends in its out-of-memory killer and not in an error,

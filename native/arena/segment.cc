@@ -40,8 +40,6 @@ constexpr mode_t kModeUsed = S_IRUSR;
 constexpr mode_t kModeGivenUp = 0;
 constexpr mode_t kModeGathered = S_ISVTX;  // beside one of the first two
 
-constexpr uint64_t kHugePageBytes = 2_MiB;
-
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 Result<OwnedFd> create_memfd(bool huge_pages) {

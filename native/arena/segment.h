@@ -8,8 +8,11 @@
 
 #include "base/owned_fd.h"
 #include "base/status.h"
+#include "base/units.h"
 
 namespace memd {
+
+inline constexpr uint64_t kHugePageBytes = 2_MiB;
 
 /// Owns its descriptor and its mapping in the daemon. Mode 0600 and sealed against resizing and
 /// further seals, so that a descriptor handed to a trainer can neither be shrunk under the daemon
