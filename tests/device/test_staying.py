@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tests.device.staying import Change, Stepped
 
 ROOT = Path(__file__).parents[2]
-SEEDS = (1, pytest.param(20, marks=pytest.mark.more))
+SEEDS = (1, pytest.param(20, marks=pytest.mark.soak))
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tests.daemons import Daemon
     from tests.device.staying import Change
 
-SEEDS = (1, pytest.param(20, marks=pytest.mark.more))
+SEEDS = (1, pytest.param(20, marks=pytest.mark.soak))
 STEPS_MAX = 200
 
 

@@ -10,7 +10,7 @@ from tests.device.models import Transformer, are_equal, words
 from tests.device.simulation import SIM
 from tests.device.streamed_model import WAITS, StreamedModel
 
-SEEDS = (5, pytest.param(50, marks=pytest.mark.more))
+SEEDS = (5, pytest.param(50, marks=pytest.mark.soak))
 
 
 def plain_step() -> list[torch.Tensor]:

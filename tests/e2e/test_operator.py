@@ -85,7 +85,7 @@ def test_each_step_of_an_operator_passes_and_leaves_nothing(folder: Path) -> Non
     nothing_is_left(folder)
 
 
-@pytest.mark.more
+@pytest.mark.soak
 @pytest.mark.usefixtures("_programs")
 def test_a_step_that_fails_ends_it_with_its_own_sentence(folder: Path) -> None:
     """The program that makes writes fail is another one, so that no volume is fenced."""
@@ -101,7 +101,7 @@ def test_a_step_that_fails_ends_it_with_its_own_sentence(folder: Path) -> None:
     nothing_is_left(folder)
 
 
-@pytest.mark.more
+@pytest.mark.soak
 @pytest.mark.usefixtures("_programs")
 def test_an_interrupt_leaves_nothing(folder: Path) -> None:
     operator = start(folder)

@@ -88,7 +88,10 @@ def test_a_killed_distributed_save_leaves_the_earlier_checkpoint_or_the_new_one(
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("library", "stride"), [("accelerate", 8), ("lightning", 2)])
+@pytest.mark.parametrize(
+    ("library", "stride"),
+    [("accelerate", 8), pytest.param("lightning", 2, marks=pytest.mark.soak)],
+)
 def test_a_killed_save_of_a_library_leaves_the_earlier_checkpoint_or_the_new_one(
     daemon: Daemon, tmp_path: Path, library: str, stride: int
 ) -> None:

@@ -26,8 +26,8 @@ def outcome_of(program: str, arguments: Sequence[str], folder: Path) -> dict[str
     return outcome
 
 
-def more(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.more)
+def soak(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 @pytest.mark.slow
@@ -35,15 +35,15 @@ def more(*values: object) -> object:
     ("what", "dtype", "durability", "memory", "early", "count"),
     [
         ("daemon", "fp32", "step", "resident", False, 5),
-        more("daemon", "bf16", "step", "short", False, 5),
+        soak("daemon", "bf16", "step", "short", False, 5),
         ("daemon", "fp32", "every:3", "short", False, 4),
-        more("daemon", "bf16", "none", "resident", False, 4),
+        soak("daemon", "bf16", "none", "resident", False, 4),
         ("trainer", "fp32", "step", "short", False, 5),
-        more("trainer", "bf16", "step", "resident", False, 5),
+        soak("trainer", "bf16", "step", "resident", False, 5),
         ("both", "fp32", "step", "short", False, 5),
-        more("both", "bf16", "step", "resident", False, 5),
-        more("both", "fp32", "every:3", "resident", False, 4),
-        more("daemon", "fp32", "step", "short", True, 5),
+        soak("both", "bf16", "step", "resident", False, 5),
+        soak("both", "fp32", "every:3", "resident", False, 4),
+        soak("daemon", "fp32", "step", "short", True, 5),
         ("daemon", "bf16", "every:3", "short", True, 4),
         ("trainer", "bf16", "step", "resident", True, 5),
         ("both", "fp32", "none", "short", True, 4),

@@ -78,7 +78,7 @@ def test_a_step_stands_beside_its_parts_and_says_which_bound(data: Path) -> None
     assert told["machine"]["cores"] >= 1
 
 
-@pytest.mark.more
+@pytest.mark.soak
 def test_what_is_resident_and_not_durable_moves_nothing(data: Path) -> None:
     found, told = figures(data, "--resident", "--durability", "none", "--dtype", "bf16")
     assert found["read a step"]["maximum"] == 0

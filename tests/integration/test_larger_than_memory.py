@@ -15,7 +15,7 @@ from tests.cgroups import memory_limit
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.soak
+@pytest.mark.more
 @pytest.mark.timeout(900)
 def test_a_model_larger_than_memory_is_built_trained_exported_and_loaded_with_the_same_bits(
     tmp_path: Path,

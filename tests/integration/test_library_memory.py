@@ -13,16 +13,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.more
+@pytest.mark.soak
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "library",
-    [
-        "accelerate",
-        pytest.param("lightning", marks=pytest.mark.soak),
-        pytest.param("transformers", marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize("library", ["accelerate", "lightning", "transformers"])
 def test_a_checkpoint_takes_the_memory_of_some_parameters_and_not_of_the_model(
     tmp_path: Path, library: str
 ) -> None:

@@ -38,6 +38,7 @@ def test_losses_norms_and_values_have_the_bits_of_torch(found: Found) -> None:
         assert each == {name: [] for name in CELLS}
 
 
+@pytest.mark.soak
 def test_four_ranks_have_the_bits_of_torch_too(tmp_path: Path) -> None:
     with running_daemon(host="384MiB", nvme="768MiB") as daemon:
         for each in run(daemon, tmp_path, "bits", world_size=4, programs=MODULE):
