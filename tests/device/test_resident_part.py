@@ -62,8 +62,8 @@ class Case:
     shares: Sequence[float]  # of the parameters; 0: what the largest module needs, and a quarter
     inputs: int = INPUTS
     whole_shares: Sequence[float] = ()
-    """Where a value is a large part of what is kept or of what streams, so that parts of values
-    are fewer bytes than whole ones."""
+    """A value is a large part of what is kept there, or of what streams, so parts of values are
+    fewer bytes than whole ones."""
 
 
 def checkpointed() -> nn.Module:

@@ -1,4 +1,5 @@
-"""torch.compile and torch.func over models that stay on a device: torch's bits."""
+"""torch.compile, torch.func and what asks no class, over models that stay on a device: torch's
+bits, or a sentence."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
     # Leaves a gradient in each parameter.
     Backward = Callable[[nn.Module, int], None]
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+    pytest.mark.filterwarnings("ignore:To copy construct from a tensor"),
+]
 
 
 @pytest.fixture
@@ -150,7 +154,30 @@ def by_functionalize(model: nn.Module, number: int) -> None:
     functionalize(torch.square)(next(model.parameters()))
 
 
-TRANSFORMED = (of_inputs, by_sample, by_grad, by_vjp, by_vmap, by_functionalize)
+class Plain(torch.Tensor):
+    """A class that asks for nothing."""
+
+
+def by_constructor(model: nn.Module, number: int) -> None:
+    del number
+    torch.tensor(next(model.parameters()))
+
+
+def by_subclass(model: nn.Module, number: int) -> None:
+    del number
+    torch.Tensor._make_subclass(Plain, next(model.parameters())).sum()
+
+
+def by_native_alias(model: nn.Module, number: int) -> None:
+    """As extensions in C++ do."""
+    del number
+    torch.Tensor.as_subclass(next(model.parameters()), torch.Tensor).sum()
+
+
+TRANSFORMED = (
+    *(of_inputs, by_sample, by_grad, by_vjp, by_vmap, by_functionalize),
+    *(by_constructor, by_subclass, by_native_alias),
+)
 
 
 @pytest.mark.parametrize("backward", TRANSFORMED)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 import memd_client
 from memd_client import DaemonUnavailable, DeviceError, MemdError, SessionFenced
+from memd_client.parameters.hidden import hidden_memory
 from tests.daemons import daemons as made_daemons
 from tests.device.held_updates import HeldUpdates, SmallAndLarge, WhenLargeIsNext, held_updates
 from tests.device.models import are_equal
@@ -78,8 +78,11 @@ def written_out(steps: int) -> list[Tensor]:
 
 def values(model: nn.Module) -> list[Tensor]:
     """On the host, whether they may be used or not."""
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        return [each.cpu() for each in model.parameters()]
+    found = []
+    for parameter in model.parameters():
+        memory = hidden_memory(parameter)
+        found.append((parameter.detach() if memory is None else memory).cpu())
+    return found
 
 
 def train(model: nn.Module, optimizer: memd_client.AdamW, steps: range) -> None:

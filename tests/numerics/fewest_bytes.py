@@ -4,7 +4,7 @@ programming.
 The bound is a fractional interval LP: between two uses of an item a part of it stays in memory, and
 what does not stay is read again (and written first, where only memory has it). At no use may more
 stay than memory holds beside what is in use. Whoever may keep parts of items, and knows everything,
-moves no less. Of whole items the same is an integer program.
+moves no less. The same for whole items is an integer program.
 """
 
 from __future__ import annotations

@@ -75,14 +75,13 @@ CLIENT_PACKAGES = {
         *("transaction", "module_names", "buffers"),
     ),
     "parameters": (
-        *("lazy", "hidden", "stored_parameter", "early", "alias", "assigned"),
+        *("lazy", "hole", "hidden", "stored_parameter", "early", "alias", "assigned"),
         *(
             "shared_gradient",
             "changes_of_ranks",
             "gradients",
             "departed_unscaling",
             "shared_unscaling",
-            "hole",
             "casts",
             "views",
         ),

@@ -126,6 +126,9 @@ class TestCommit:
             "an average of weights": lambda: torch.zeros_like(weight).lerp_(weight, 0.1),
             "a change": lambda: weight.data.mul_(2),
             "state_dict": model.state_dict,
+            "a constructor": lambda: torch.Tensor(weight),
+            "another class": lambda: torch.Tensor._make_subclass(torch.Tensor, weight) + 1,
+            "a transform": lambda: torch.func.vmap(torch.square)(weight),
         }
         for use in uses.values():
             with pytest.raises(memd_client.InvalidArgument, match=r"session\.commit\(\) first"):
@@ -137,6 +140,21 @@ class TestCommit:
         assert type(weight) is nn.Parameter
         for parameter, value in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.equal(parameter, value)
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+    def test_between_step_and_commit_a_scripted_module_that_stays_is_refused(
+        self, session: Session
+    ) -> None:
+        """It runs without Python, and so without the class that its parameters have."""
+        model = torch.jit.script(nn.Linear(3, 3))
+        optimizer = memd_client.AdamW(model.parameters(), session=session)
+        session.track(kept=Kept())
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"session\.commit\(\) first"):
+            model(torch.ones(2, 3))
+        session.commit()
+        model(torch.ones(2, 3))
 
     def test_a_parameter_that_stays_is_itself_again_where_no_commit_follows(
         self, session: Session

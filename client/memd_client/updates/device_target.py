@@ -18,7 +18,7 @@ from memd_client.device.early_gradient import EarlyGradient
 from memd_client.device.staying_copies import StayingCopies, staying_copies
 from memd_client.errors import InvalidArgument, MemdError
 from memd_client.parameters.hidden import hide
-from memd_client.updates.resident_target import ResidentTarget
+from memd_client.updates.resident_target import ResidentTarget, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -170,7 +170,8 @@ class DeviceTarget(ResidentTarget):
         if parameter is None:
             return ()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._compared_value = Comparison(self._copies.checksum(parameter), self._checksum)
+            checksum = self._copies.checksum(value_of(parameter, self._here))
+            self._compared_value = Comparison(checksum, self._checksum)
         return [self._compared_value]
 
     def _has_value(self, parameter: torch.Tensor) -> bool:
@@ -252,7 +253,7 @@ class DeviceTarget(ResidentTarget):
         # The lease orders itself behind the step in flight.
         box = [self._job.unordered_leases.value(shard or self._shard)]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._checksum = self._copies.bring(box, parameter)
+            self._checksum = self._copies.bring(box, value_of(parameter, self._here))
 
     def _checksum_for_delay(self, parameter: torch.Tensor) -> int | None:
         return None  # the device has one

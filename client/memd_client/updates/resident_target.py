@@ -12,11 +12,12 @@ from memd_client.base.tensor_bytes import checksum_of
 from memd_client.core.leases import MODE_WRITE
 from memd_client.errors import InvalidArgument, MemdError
 from memd_client.parameters.gradients import GradientSlot
-from memd_client.parameters.hidden import hide, show
+from memd_client.parameters.hidden import hidden_memory, hide, show
 from memd_client.parameters.views import is_same_bits
 from memd_client.updates.late_target import LateTarget
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import ExitStack
 
     from memd_client.connection.shard import Shard
@@ -211,7 +212,7 @@ class ResidentTarget(LateTarget):
     def _has_value(self, parameter: torch.Tensor) -> bool:
         """Whether it has the value that memd has."""
         value = self._part_of(self._job.leases.value(self._shard))
-        return is_same_bits(value, self._here(parameter))
+        return is_same_bits(value, value_of(parameter, self._here))
 
     def _write_value(self, parameter: torch.Tensor) -> None:
         """memd has its value from now on."""
@@ -273,13 +274,19 @@ class ResidentTarget(LateTarget):
         """That of its own shard, or of another one."""
         with torch.no_grad():
             value = self._part_of(self._job.leases.value(shard or self._shard))
-            self._here(parameter).copy_(value)
+            value_of(parameter, self._here).copy_(value)
 
     def _alive(self) -> torch.Tensor:
         parameter = self._parameter()
         if parameter is None:
             raise InvalidArgument(f"parameter {self._shard.name!r} does not exist any more")
         return parameter
+
+
+def value_of(parameter: torch.Tensor, here: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The part of its value that lies `here`, hidden or not."""
+    memory = hidden_memory(parameter)
+    return here(parameter) if memory is None else memory
 
 
 def refuse_uneven_strides(parameter: torch.Tensor, name: str) -> None:

@@ -11,7 +11,7 @@ from memd_client.core.leases import MODE_WRITE
 from memd_client.errors import InvalidArgument
 from memd_client.parameters.views import is_same_bits
 from memd_client.parameters.whole_values import WholeValue, note_whole
-from memd_client.updates.resident_target import ResidentTarget
+from memd_client.updates.resident_target import ResidentTarget, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +92,7 @@ class ShardedTarget(ResidentTarget):
     def has_written(self) -> bool:
         """The program has changed this rank's range of the value since the last step."""
         whole = self._job.leases.value(self._shard)
-        return not is_same_bits(self._part_of(whole), self._here(self._alive()))
+        return not is_same_bits(self._part_of(whole), value_of(self._alive(), self._here))
 
     def write_whole(self) -> None:
         """All ranks call it: memd gets the value from all of them."""
