@@ -209,7 +209,10 @@ ensure_memd() {
       settings+=(--config-settings "cmake.define.$option")
     done
   fi
-  pip install -q -c "$stamps/constraints.txt" --no-build-isolation "${settings[@]}" -e ".[$extra]"
+  # --no-compile: few of the libraries' thousands of files are imported, and Python compiles those
+  # then.
+  pip install -q --no-compile -c "$stamps/constraints.txt" --no-build-isolation "${settings[@]}" \
+    -e ".[$extra]"
   stamp "memd-$extra" "$key"
 }
 
