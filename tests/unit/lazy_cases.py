@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -413,6 +414,30 @@ class TestLazyGradients:
         assert_same_gradients(model, reference)
         del memory
         model.first.bias.grad = gradient_of(model.second.weight)[0]
+        assert leases_held(session) == 0
+
+    def test_a_step_waits_for_a_thread_that_is_about_to_let_go_of_a_gradient(
+        self, mlp: tuple[Mlp, Mlp], session: Session
+    ) -> None:
+        """As gloo's does, shortly after it has woken who waits for a collective."""
+        model, reference = mlp
+        optimizer = memd_client.AdamW(model.parameters(), lr=1e-2)
+        torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+        for module in mlp:
+            loss_of(module).backward()
+        held = [gradient_of(model.second.weight).untyped_storage()]
+
+        def let_go() -> None:
+            time.sleep(0.05)
+            held.clear()
+
+        with ThreadPoolExecutor() as threads:
+            letting_go = threads.submit(let_go)
+            optimizer.step()
+            letting_go.result()
+        torchs.step()
+        optimizer.zero_grad()
+        assert_same_state(model, reference)
         assert leases_held(session) == 0
 
     def test_a_gradient_that_has_ended_is_assigned_only_as_a_clone(

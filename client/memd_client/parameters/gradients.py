@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from contextlib import ExitStack, contextmanager
 from threading import RLock
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from memd_client.connection.shard import Shard
     from memd_client.core.job import Job
     from memd_client.core.parameter_leases import GradientLeases
+
+# gloo's thread lets go of the tensors of a collective after it has woken who waits for that: on two
+# busy processors some milliseconds later.
+_LET_GO_S = 0.5
+_LOOK_S = 0.001
 
 
 class GradientBytes:
@@ -512,24 +518,21 @@ class GradientSlot:
 
     def refuse_if_in_use(self, what: str) -> None:
         """Before `what` ends the gradient: its memory would keep the lease, and the next backward
-        would wait for it.
+        would wait for it. Another thread has some time to let go of it.
 
         Raises:
             MemdError: somebody holds the memory of `p.grad` itself.
         """
         with self._lock:
-            storage = self._storage() if self._storage is not None else None
-            if storage is None:
-                return
-            found = self._bytes_shown()
-            # Its Python object counts, and the tensor that keeps an address valid.
-            is_pinned = found is not None and found.is_pinned
-            if not is_pinned or torch._C._storage_Use_Count(storage._cdata) > 2:
-                raise MemdError(
-                    f"the memory of the gradient of {self._shard.label!r} is still held (numpy() "
-                    f"or untyped_storage() of p.grad), and {what} ends the gradient; clone what "
-                    "you keep, or drop it before"
-                )
+            end = time.monotonic() + _LET_GO_S
+            while _is_held(self._storage, self._bytes_shown()):
+                if time.monotonic() > end:
+                    raise MemdError(
+                        f"the memory of the gradient of {self._shard.label!r} is still held "
+                        f"(numpy() or untyped_storage() of p.grad), and {what} ends the gradient; "
+                        "clone what you keep, or drop it before"
+                    )
+                time.sleep(_LOOK_S)
 
     def drop(self, what: str) -> bool:
         """The user drops it, by `what`. Returns whether there was one."""
@@ -638,6 +641,16 @@ def _refuse_part_of_itself(view: torch.Tensor, shard: Shard) -> None:
 def _is_alive(storage: weakref.ref[torch.UntypedStorage] | None) -> bool:
     """Somebody who asked for the memory itself may see it and change it."""
     return storage is not None and storage() is not None
+
+
+def _is_held(memory: weakref.ref[torch.UntypedStorage] | None, shown: GradientBytes | None) -> bool:
+    """Somebody holds the memory of `p.grad`, which `shown` shows, itself."""
+    storage = memory() if memory is not None else None
+    if storage is None:
+        return False
+    # Its Python object counts, and the tensor that keeps an address valid.
+    is_pinned = shown is not None and shown.is_pinned
+    return not is_pinned or torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 def _at_rest(gradient: torch.Tensor) -> torch.Tensor:
