@@ -689,7 +689,8 @@ _KILLS = (
     [
         ("step", 2, True),
         ("bring", _COUNT + 3, False),
-        *(pytest.param(*kill, marks=pytest.mark.more) for kill in _KILLS),
+        *(pytest.param(*kill, marks=pytest.mark.more) for kill in _KILLS[-2:]),
+        *(pytest.param(*kill, marks=pytest.mark.soak) for kill in _KILLS[:-2]),
     ],
 )
 def test_a_killed_trainer_goes_on_with_the_same_bits(

@@ -153,7 +153,7 @@ session.close()
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("model", ["mlp", "norms"])
+@pytest.mark.parametrize("model", ["mlp", pytest.param("norms", marks=pytest.mark.soak)])
 def test_a_killed_trainer_goes_on_with_the_same_bits(
     daemon: Daemon, tmp_path: Path, model: str
 ) -> None:

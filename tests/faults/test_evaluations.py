@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("memory", "threads"), [("resident", 3), ("short", 4)])
+@pytest.mark.parametrize(
+    ("memory", "threads"),
+    [pytest.param("resident", 3, marks=pytest.mark.soak), ("short", 4)],
+)
 def test_threads_that_evaluate_while_one_trains_see_values_that_existed(
     memory: str, threads: int, tmp_path: Path
 ) -> None:

@@ -79,8 +79,17 @@ def trainers() -> Iterator[Trainers]:
         yield Trainers(process)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.more)])
-@pytest.mark.parametrize("model", ["gpt", "normed", "averaged", "stepped"])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        *((model, "float32") for model in ("gpt", "normed", "averaged", "stepped")),
+        pytest.param("averaged", "bfloat16", marks=pytest.mark.more),
+        *(
+            pytest.param(model, "bfloat16", marks=pytest.mark.soak)
+            for model in ("gpt", "normed", "stepped")
+        ),
+    ],
+)
 def test_every_later_loss_has_the_same_bits(
     daemon: Daemon, trainers: Trainers, model: str, dtype: str
 ) -> None:

@@ -36,7 +36,7 @@ def soak(*values: object) -> object:
     [
         ("daemon", "fp32", "step", "resident", False, 5),
         soak("daemon", "bf16", "step", "short", False, 5),
-        ("daemon", "fp32", "every:3", "short", False, 4),
+        soak("daemon", "fp32", "every:3", "short", False, 4),
         soak("daemon", "bf16", "none", "resident", False, 4),
         ("trainer", "fp32", "step", "short", False, 5),
         soak("trainer", "bf16", "step", "resident", False, 5),
@@ -45,7 +45,7 @@ def soak(*values: object) -> object:
         soak("both", "fp32", "every:3", "resident", False, 4),
         soak("daemon", "fp32", "step", "short", True, 5),
         ("daemon", "bf16", "every:3", "short", True, 4),
-        ("trainer", "bf16", "step", "resident", True, 5),
+        soak("trainer", "bf16", "step", "resident", True, 5),
         ("both", "fp32", "none", "short", True, 4),
     ],
 )

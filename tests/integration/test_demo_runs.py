@@ -47,7 +47,9 @@ def demo(data: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     [
         pytest.param(["--cache", "1/4"], id="a-quarter-cached", marks=pytest.mark.soak),
         pytest.param(["--cache", "1/8"], id="an-eighth-cached", marks=pytest.mark.soak),
-        pytest.param(["--params", "5M", "--host", "16MiB"], id="gradients-spill"),
+        pytest.param(
+            ["--params", "5M", "--host", "16MiB"], id="gradients-spill", marks=pytest.mark.soak
+        ),
         pytest.param(["--dtype", "bf16"], id="bf16", marks=pytest.mark.soak),
         pytest.param(
             ["--dtype", "bf16", "--params", "5M", "--host", "14MiB"], id="bf16-gradients-spill"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     Found = Callable[[str], list[dict[str, Any]]]
 
 MODULE = "tests.integration.rank_fsdp"
+_SHORT = ("in backward", "in exchange", "in commit")
 pytestmark = pytest.mark.more
 
 
@@ -124,7 +125,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         return run(daemon, folder, "killed", world_size=3, programs=MODULE)
 
 
-@pytest.mark.parametrize("place", DYING)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(place, marks=() if place in _SHORT else pytest.mark.soak) for place in DYING],
+)
 def test_a_killed_rank_is_named_to_all_and_the_job_goes_on_with_the_same_bits(
     tmp_path: Path, undisturbed: list[Any], place: str
 ) -> None:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from tests.daemons import Daemons
 
@@ -45,6 +47,7 @@ def test_the_readmes_script_prints_a_loss_that_falls(tmp_path: Path) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.soak
 def test_the_guides_script_trains_to_its_end_and_then_has_nothing_to_do(
     daemons: Daemons, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ REFUSED_MAX = 1
 @pytest.mark.more
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("every", "resident_min"), [(5, 124), pytest.param(1, 641, marks=pytest.mark.soak)]
+    ("every", "resident_min"), [(20, 31), pytest.param(1, 641, marks=pytest.mark.soak)]
 )
 def test_every_operator_gives_the_resident_result_or_is_refused(
     every: int, resident_min: int

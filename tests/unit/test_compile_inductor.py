@@ -59,8 +59,15 @@ def plain(how: str, mode: str | None) -> Trained:
     return train_plain(how, backend="inductor", mode=mode)
 
 
-@pytest.mark.parametrize("how", ["whole", "blocks"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("when", "how"),
+    [
+        ("before", "whole"),
+        ("after", "blocks"),
+        pytest.param("before", "blocks", marks=pytest.mark.soak),
+        pytest.param("after", "whole", marks=pytest.mark.soak),
+    ],
+)
 def test_has_the_bits_of_the_plain_model_compiled_in_the_same_way(
     how: str, when: str, session: Session
 ) -> None:

@@ -414,6 +414,8 @@ class KillTest : public ::testing::Test {
   /// Every point; lanes wait for the disk beside each other, each in a folder of its own.
   void run_lanes(size_t count, const std::function<std::string(size_t)>& run) {
     constexpr size_t kLanes = 4;
+    const char* const given = std::getenv("MEMD_KILLS_EVERY");
+    const size_t every = given == nullptr ? 1 : std::stoull(given);
     std::vector<pid_t> lanes;
     for (size_t lane = 0; lane < kLanes; ++lane) {
       const pid_t pid = ::fork();
@@ -429,7 +431,7 @@ class KillTest : public ::testing::Test {
             nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         MEMD_CHECK(memory != MAP_FAILED);
         shared_ = static_cast<Shared*>(memory);
-        for (size_t i = lane; i < count; i += kLanes) {
+        for (size_t i = lane * every; i < count; i += kLanes * every) {
           const std::string violation = run(i);
           require(violation.empty(), violation);
         }
@@ -441,7 +443,7 @@ class KillTest : public ::testing::Test {
       ASSERT_EQ(::waitpid(pid, &status, 0), pid);
       EXPECT_TRUE(ended_well(status)) << status;
     }
-    std::printf("%zu histories of kills\n", count);
+    std::printf("%zu histories of kills\n", divide_up(count, every));
   }
 
   void count(size_t last_phase) {
