@@ -524,8 +524,9 @@ class GradientSlot:
             MemdError: somebody holds the memory of `p.grad` itself.
         """
         with self._lock:
-            end = time.monotonic() + _LET_GO_S
+            end = None
             while _is_held(self._storage, self._bytes_shown()):
+                end = end or time.monotonic() + _LET_GO_S
                 if time.monotonic() > end:
                     raise MemdError(
                         f"the memory of the gradient of {self._shard.label!r} is still held "

@@ -53,9 +53,9 @@ _replaced: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def hide(parameter: torch.Tensor, refuse: Callable[[], None]) -> None:
-    """From now on a use of the value calls `refuse`, which raises, or shows it. Autograd takes the
-    value for changed, as torch's optimizers have changed it by now: what saved it before is
-    refused. A parameter that is hidden has another `refuse` then."""
+    """From now on a use of the value calls `refuse`, which raises, shows it, or returns to let the
+    use go on. Autograd takes the value for changed, as torch's optimizers have changed it by now:
+    what saved it before is refused. A parameter that is hidden has another `refuse` then."""
     found = _hidden.get(parameter)
     increment_version(parameter)
     if found is not None:

@@ -127,8 +127,9 @@ def _refuse(operation: Any, *args: Any, **kwargs: Any) -> Any:
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if _is_keyed(leaf)]
     addresses = [_address_of(leaf) for leaf in leaves]
     for address in addresses:
-        if address in _covered:
-            _covered[address]()
+        refuse = _covered.get(address)  # another thread may uncover it meanwhile
+        if refuse is not None:
+            refuse()
     # They may be used. What lay under a cover once may have its key for ever: a transform's wrapper
     # of it, or a view.
     if all(addresses):

@@ -127,7 +127,8 @@ class KillTest : public ::testing::Test {
   std::string state_file(size_t phase) const { return folder_ / concat("state-", phase); }
   static std::string read_file(const std::filesystem::path& path) {
     std::string bytes(std::filesystem::file_size(path), 0);
-    std::ifstream(path, std::ios::binary).read(bytes.data(), std::ssize(bytes));
+    std::ifstream file(path, std::ios::binary);
+    MEMD_CHECK(file.read(bytes.data(), std::ssize(bytes)).good());
     return bytes;
   }
   static void write_file(const std::filesystem::path& path, const std::string& bytes) {
@@ -416,6 +417,7 @@ class KillTest : public ::testing::Test {
     constexpr size_t kLanes = 4;
     const char* const given = std::getenv("MEMD_KILLS_EVERY");
     const size_t every = given == nullptr ? 1 : std::stoull(given);
+    MEMD_CHECK_GT(every, 0u);
     std::vector<pid_t> lanes;
     for (size_t lane = 0; lane < kLanes; ++lane) {
       const pid_t pid = ::fork();
